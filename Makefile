@@ -27,11 +27,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/prerequisites
 repro: $(VENV)/.ready
 	dvc repro
 
-# Nine minutes on two idle cores, in random order. What is long because it must be is in `make prove`.
+# Thirteen minutes on two cores, in random order. What is long because it must be is in `make prove`.
 test: programs
-	pytest -n 3 --dist loadfile --durations=15
+	pytest -n 3 --dist loadfile -m "not long" --durations=15
 
-# Campaigns of kills, several ranks, whole pipelines (tests/proofs). MINUTES=20 runs a share (.ci/proofs.py).
+# Campaigns of kills, several ranks, whole pipelines (tests/proofs, and tests with the marker `long`). MINUTES=20 runs a share (.ci/proofs.py).
 prove: programs
 	python .ci/proofs.py $(if $(MINUTES),--minutes $(MINUTES))
 
@@ -39,7 +39,7 @@ prove: programs
 coverage: programs
 	mkdir -p build/coverage
 	coverage erase
-	-coverage run -m pytest -n 3 --dist loadfile
+	-coverage run -m pytest -n 3 --dist loadfile -m "not long"
 	$(if $(PROVE),-coverage run .ci/proofs.py)
 	coverage combine -q
 	coverage report --format=total

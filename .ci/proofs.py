@@ -1,7 +1,8 @@
-"""Runs the proofs (tests/proofs): all of them, or with --minutes a share that fits into this time.
+"""Runs the proofs: all of them, or with --minutes a share that fits into this time.
 
-A proof is one file. It names its packages in a constant PACKAGES. tests/proofs/seconds.json has the seconds that each
-proof takes. A run of all proofs writes this file with --record.
+A proof is one file: a file of tests/proofs, or the tests of another file that have the marker `long`. It names its
+packages in a constant PACKAGES; without this constant, its package is its folder. tests/proofs/seconds.json has the
+seconds that each proof takes. A run of all proofs writes this file with --record.
 
 The share consists of three parts, as far as the minutes allow: the next fifth of all proofs; the proofs of packages
 that the last commits changed; other proofs, in an order given by the hash of the last commit. The number in
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "tests" / "proofs"
 SECONDS = PROOFS / "seconds.json"
 TURN = PROOFS / "turn"
+MARKER = "pytest.mark.long"
 GROUPS = 5
 """Number of groups. Every proof runs at least once in this many submissions."""
 PROCESSES = 2
@@ -40,40 +42,48 @@ UNKNOWN_S = 120.0
 class Proof:
     """A file of proofs, its packages and its seconds."""
 
-    name: str
+    path: Path
     packages: frozenset[str]
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """Name of the file, which no other test file has."""
+        return self.path.name
 
 
 def read_proofs() -> list[Proof]:
     """Return all proofs with their packages and the seconds that they took when they were last timed."""
     seconds = json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
-    proofs = []
-    for path in sorted(PROOFS.glob("test_*.py")):
-        packages = frozenset(read_packages(path))
-        proofs.append(Proof(path.name, packages, float(seconds.get(path.name, UNKNOWN_S))))
-    return proofs
+    files = [path for path in PROOFS.parent.rglob("test_*.py") if path.parent == PROOFS or MARKER in path.read_text()]
+    return [
+        Proof(path, frozenset(read_packages(path)), float(seconds.get(path.name, UNKNOWN_S)))
+        for path in sorted(files, key=lambda path: path.name)
+    ]
 
 
 def read_packages(path: Path) -> Sequence[str]:
-    """Return the constant PACKAGES of a file, without importing the file.
+    """Return the constant PACKAGES of a file, without importing the file, or the package whose tests are in its folder.
 
     Raises:
-        SystemExit: the file has no such constant.
+        SystemExit: there is neither.
     """
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES":
             return ast.literal_eval(node.value)
+    for folder in path.parents:
+        if folder.parent == PROOFS.parent and (ROOT / "src" / "ratchet" / folder.name).is_dir():
+            return [folder.name]
     raise SystemExit(f"{path}: no constant PACKAGES; name the packages of src/ratchet that it tests")
 
 
 def changed_packages(paths: Iterable[str]) -> set[str]:
-    """Return the packages and top-level modules of these paths, and the file names of proofs."""
+    """Return the packages and top-level modules of these paths, and the names of test files."""
     packages = set()
     for path in map(Path, paths):
         if path.parts[:2] == ("src", "ratchet") and len(path.parts) > 2:
             packages.add(path.parts[2].removesuffix(".py"))
-        if path.match("tests/proofs/test_*.py"):
+        if path.match("tests/**/test_*.py"):
             packages.add(path.name)
     return packages
 
@@ -149,7 +159,7 @@ def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-n", str(PROCESSES), "--dist", "loadfile", "--durations=15"]
-        command += [f"--junitxml={report}", *(str(PROOFS / proof.name) for proof in proofs)]
+        command += ["-m", "long", f"--junitxml={report}", *(str(proof.path) for proof in proofs)]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         return code, read_seconds(report) if report.exists() else {}
 

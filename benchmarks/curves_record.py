@@ -46,43 +46,45 @@ class Task(NamedTuple):
     lines: int | None
     """Number of lines used; None: all."""
     max_tokens: int
-    epochs: float
-    vocab_size: int
 
 
 TASKS = {
-    "support": Task(None, ColumnSettings(prompt="request", response="intent"), None, 128, 1, 1024),
-    "banking77": Task("banking77_train.csv", ColumnSettings(prompt="text", response="category"), 4000, 128, 1, 1024),
-    "gsm8k": Task("gsm8k_train.jsonl", ColumnSettings(prompt="question", response="answer"), 1500, 256, 1, 1024),
+    "support": Task(None, ColumnSettings(prompt="request", response="intent"), None, 128),
+    "banking77": Task("banking77_train.csv", ColumnSettings(prompt="text", response="category"), 4000, 128),
+    "gsm8k": Task("gsm8k_train.jsonl", ColumnSettings(prompt="question", response="answer"), 1500, 256),
 }
+BASE = Base(
+    tiny=TinyModelSettings(vocab_size=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200)
+)
+
+
+def copy_rows(folder: Path, task: Task, data: Path) -> Prepare:
+    """Copy the rows of a task into a project; return its section prepare."""
+    shutil.copytree(BUNDLED, folder / "data")
+    names = ["data/raw/support.csv", "data/raw/support.jsonl"]
+    if task.file is not None:
+        names = [f"data/raw/{task.file}"]
+        with (data / task.file).open(encoding="utf-8") as source, (folder / names[0]).open("w", encoding="utf-8") as to:
+            to.writelines(islice(source, task.lines))
+    return Prepare(
+        sources=tuple(SourceSettings(files=name) for name in names), columns=task.columns, max_tokens=task.max_tokens,
+        too_long="drop", split=SplitSettings(validation=0.05), limits={},
+    )  # fmt: skip
 
 
 def build(folder: Path, task: Task, data: Path) -> tuple[ProjectLayout, Settings]:
     """Create a project with base and data; return it with settings that validate `VALIDATIONS` times."""
     layout = ProjectLayout(folder)
-    shutil.copytree(BUNDLED, folder / "data")
     for place in (layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
-    files = ["data/raw/support.csv", "data/raw/support.jsonl"]
-    if task.file is not None:
-        files = [f"data/raw/{task.file}"]
-        with (data / task.file).open(encoding="utf-8") as source, (folder / files[0]).open("w", encoding="utf-8") as to:
-            to.writelines(islice(source, task.lines))
     settings = Settings(
-        base=Base(
-            tiny=TinyModelSettings(
-                vocab_size=task.vocab_size, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200
-            )
-        ),
-        prepare=Prepare(
-            sources=tuple(SourceSettings(files=name) for name in files), columns=task.columns,
-            max_tokens=task.max_tokens, too_long="drop", split=SplitSettings(validation=0.05), limits={},
-        ),
-        train=Train(epochs=task.epochs, batch_size=BATCH_ROWS),
+        base=BASE,
+        prepare=copy_rows(folder, task, data),
+        train=Train(epochs=1, batch_size=BATCH_ROWS),
         machine=Machine(device="cpu", threads=1, micro_batch_size=BATCH_ROWS),
-    )  # fmt: skip
+    )
     run_first_stages(layout, settings)
-    steps = task.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / BATCH_ROWS
+    steps = DatasetCard.load(layout.dataset_card).splits["train"] / BATCH_ROWS
     train = settings.train.model_copy(update={"validate_every_steps": max(1, math.floor(steps / VALIDATIONS))})
     return layout, settings.model_copy(update={"train": train})
 

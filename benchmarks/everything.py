@@ -54,6 +54,8 @@ class Benchmark:
     """Planned seconds of the quick mode on two idle cores."""
     shown: Shown = "all"
     arguments: tuple[str, ...] = ()
+    is_quick: bool = True
+    """Whether it is part of the quick modes' half hour; otherwise, only --full and --only run it."""
 
     def command(self, full: bool) -> list[str]:
         """Return the command line for the project's root, without the option for the JSON file."""
@@ -71,6 +73,8 @@ BENCHMARKS = (
     Benchmark("prepare", 126),
     Benchmark("sweep", 280),
     Benchmark("sweep_curves", 30),
+    Benchmark("together", 130, is_quick=False),
+    Benchmark("preference", 150, is_quick=False),
     Benchmark("callbacks", 128),
     Benchmark("compare", 12),
     # The parts `peer` and `inside` take as long again; only the full mode runs them.
@@ -136,9 +140,9 @@ def read(target: Path, code: int | None, lines: Sequence[str]) -> tuple[dict[str
     return found, "" if explained else f"exit code {code} though all rows are ok"
 
 
-def chosen(only: Sequence[str]) -> list[Benchmark]:
-    """Return the benchmarks with these names, or all if there are none."""
-    return [one for one in BENCHMARKS if not only or one.name in only]
+def chosen(only: Sequence[str], full: bool) -> list[Benchmark]:
+    """Return the benchmarks with these names. Without names, return those of the quick modes, or with `full` all."""
+    return [one for one in BENCHMARKS if (one.name in only if only else full or one.is_quick)]
 
 
 def missing_regions(text: str, benchmarks: Sequence[Benchmark]) -> list[str]:
@@ -168,7 +172,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, default=DOCUMENT, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep each benchmark's JSON there")
     given = parser.parse_args()
-    benchmarks = chosen(given.only)
+    benchmarks = chosen(given.only, given.full)
     if lacking := missing_regions(given.document.read_text(encoding="utf-8"), benchmarks):
         print(f"{given.document}: one region each is needed for {', '.join(lacking)}; see regions.py", file=sys.stderr)
         return 2

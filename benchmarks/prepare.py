@@ -1,13 +1,15 @@
 """Compares stage prepare with TRL's SFTTrainer on the same rows and cores, and measures it with 10⁴ to 10⁶ rows.
 
     pip install -c constraints.txt -e '.[benchmarks]'
+    python benchmarks/prepare.py --sizes 100000 300000 1000000     # only the second part, with these numbers of rows
     python benchmarks/prepare.py [--quick] [--json FILE] [--data FILE.jsonl --prompt COLUMN --response COLUMN]
 
 Both sides start from the same JSON lines and the same base model, apply its chat template, mask all tokens except the
 answers, tokenise and pack to 1,024 tokens. Each turn is a new process, turns alternate, and imports are not counted.
 TRL runs with one process and with one per CPU (`dataset_num_proc`), and the faster result counts. Ratchet also checks
 every mask by decoding, splits the rows, removes exact duplicates, and seals the output; "everything" adds
-near-duplicates and an evaluation set whose rows must not be in the training data. Rows are drawn at random from
+near-duplicates and an evaluation set whose rows must not be in the training data. A line through the sizes extrapolates
+time and memory to 10⁷ rows. Rows are drawn at random from
 invented words unless a file is given.
 """
 
@@ -37,6 +39,7 @@ QUICK_ROWS, QUICK_TURNS, QUICK_SIZES = 15_000, 2, (2_000, 6_000, 18_000)
 LINEAR_UP_TO = 1.3
 """Allowed factor between the time per row of the second largest size and of the largest size."""
 MEMORY_BYTES = 2 * 2**30
+EXTRAPOLATED_ROWS = 10_000_000
 
 
 def invented(rows: int, mean_words: int, seed: int) -> Iterator[dict[str, str]]:
@@ -230,7 +233,7 @@ def _against(theirs: Sequence[float], ours: Sequence[float], target: float) -> t
 
 def scale(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Measure time and memory of the whole stage with all steps enabled, by number of rows."""
-    rows, per_row = [], []
+    rows, per_row, memory = [], [], []
     for size in sizes:
         data = folder / f"{size}.jsonl"
         write_rows(invented(size, 140, seed=size), data)
@@ -241,8 +244,16 @@ def scale(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
             f"  {size:9,} rows, {data.stat().st_size / 1e6:7,.0f} MB: {found['seconds']:7.1f} s, "
             f"{1 / per_row[-1]:7,.0f} rows/s, {found['bytes'] / 2**20:7,.0f} MiB resident"
         )
+        memory.append(found["bytes"])
         rows.append(at_most(f"resident bytes at {size:,} rows", found["bytes"], MEMORY_BYTES))
         data.unlink()
+    seconds = [each * size for each, size in zip(per_row, sizes, strict=True)]
+    for name, values, unit in (("seconds", seconds, 1), ("MiB resident", memory, 2**20)):
+        slope, constant = statistics.linear_regression(sizes, values)
+        print(
+            f"  extrapolated, not measured: {(constant + slope * EXTRAPOLATED_ROWS) / unit:,.0f} {name} for "
+            f"{EXTRAPOLATED_ROWS:,} rows ({constant / unit:,.0f} and {slope * 1e6 / unit:,.0f} for each million rows)"
+        )
     growth = per_row[-1] / per_row[-2]
     return [*rows, at_most(f"time per row, {sizes[-1]:,} against {sizes[-2]:,} rows", growth, LINEAR_UP_TO)]
 
@@ -254,15 +265,20 @@ def main() -> int:
     parser.add_argument("--data", type=Path, metavar="FILE", help="JSON lines to compare on, instead of invented rows")
     parser.add_argument("--prompt", default="question", metavar="COLUMN")
     parser.add_argument("--response", default="answer", metavar="COLUMN")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="ROWS", help="only the second part, with these sizes")
     parser.add_argument("--turn", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.turn:
         return turn(options.turn)
     with tempfile.TemporaryDirectory() as scratch:
-        print("template, mask, tokenise and pack:")
-        rows = compare(Path(scratch), options)
+        rows = []
+        if options.sizes:
+            build_base(Path(scratch) / "model", [row["answer"] for row in invented(6000, 120, seed=1)])
+        else:
+            print("template, mask, tokenise and pack:")
+            rows = compare(Path(scratch), options)
         print("whole stage, everything on:")
-        rows += scale(Path(scratch), QUICK_SIZES if options.quick else SIZES)
+        rows += scale(Path(scratch), options.sizes or (QUICK_SIZES if options.quick else SIZES))
     return finish(rows, options.json)
 
 

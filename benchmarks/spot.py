@@ -54,10 +54,10 @@ BETWEEN_BLOWS_S = 30 * MINUTE_S
 HOURS = {True: 2.6, False: 24.0}
 """Hours of undisturbed training, by `quick`. With all losses, the full run takes slightly more than a day."""
 DAY_STEP_S = 3.0
-DAY_CHECKPOINT_S = 45.0
+DAY_CHECKPOINT_S = 20.0
 """Seconds between checkpoints. `checkpoint_every: auto` saves more often: for a save of 0.02 s and a failure every half
 hour it computes 8 s (Young)."""
-GOODPUT = 0.95
+GOODPUT = 0.975
 
 SALAD_GOODPUT = 0.927
 SALAD_USEFUL_S, SALAD_WALL_S = 40 * 1840.0, 79_355.0

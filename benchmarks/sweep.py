@@ -1,19 +1,22 @@
 """Compares the cost of an equal result with `ratchet sweep`, a full grid, and Optuna's own loop around HF Trainer.
 
     pip install -c constraints.txt -e .
-    python benchmarks/sweep.py [--quick] [--json FILE]
+    python benchmarks/sweep.py [--quick] [--task TASK] [--data DIR] [--seeds N] [--equal-tokens]
+                               [--json FILE]
 
-All three use the bundled requests, the same small base, one worker and one thread. They minimise validation loss over
-rank and learning rate, with alpha = 2 x rank. A sweep begins with the settings of `ratchet init` for a real base (rank
-16, learning rate 2e-4), which are a bad guess here. Base, data and MLflow's database are created once and shared by
-all.
+All three use the same rows, the same small base, one worker and one thread. The rows are the bundled requests, or those
+of another task of curves_record.py. They minimise validation loss over rank and learning rate, with alpha = 2 x rank. A
+sweep begins with the settings of `ratchet init` for a real base (rank 16, learning rate 2e-4), which are a bad guess
+here. Base, data and MLflow's database are created once and shared by all.
 
 - The **grid**: every cell is trained to its end, as a supervised run without MLflow. The target is its best value plus
   one standard deviation of that cell's value over seeds, because a smaller difference is noise.
 - A **sweep**: `ratchet sweep` in a project of its own, with the default sampler and pruner, and without finalists (the
   grid has none). Tokens and times are read from the journals of its runs.
 - **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials as a sweep.
-  Each trial is HF Trainer with peft on the same base and rows, and all trials run in one process.
+  Each trial is HF Trainer with peft on the same base and rows, and all trials run in one process. With
+  `--equal-tokens`, it ends after the trial in which it has trained as many tokens as the sweep. This saves more than
+  half of the time of this benchmark.
 
 The grid is divided into as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. Cost is
 counted in trained answer tokens, until the end of the first training whose best validation loss is at most the target.
@@ -32,17 +35,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from curves_record import BASE, TASKS, Task, copy_rows
 from report import finish
 from report_rows import Row, at_least, at_most, count, told
-from small_project import BUNDLED, linked, run_first_stages, train_supervised
+from small_project import linked, run_first_stages, train_supervised
 from sweep_account import Search, Take, takes
 
-from ratchet.config.base import Base, TinyModelSettings
 from ratchet.config.machine import Machine
-from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, Sweep, SweepParameter
 from ratchet.config.train import Train
@@ -83,7 +86,9 @@ class Shape:
 
 SHAPES = {
     True: Shape((4, 32), (2e-4, 1e-3, 5e-3), (0,), (1,), epochs=0.4, trials=12),
-    False: Shape((4, 10, 25, 64), (1e-4, 2.5e-4, 6.3e-4, 1.6e-3, 4e-3, 1e-2), (0, 1, 2), (1, 2, 3), 1, trials=20),
+    False: Shape(
+        (4, 10, 25, 64), (1e-4, 2.5e-4, 6.3e-4, 1.6e-3, 4e-3, 1e-2), tuple(range(10)), (1, 2, 3), 1, trials=20
+    ),
 }
 """Shapes by `quick`. A quick grid has too few cells for a target of tokens: a third of it are two trainings."""
 
@@ -91,23 +96,15 @@ VALIDATIONS_PER_RUNG = 2
 """Validations up to the first rung, and at the same distance from then on."""
 
 
-def settings_of(shape: Shape, steps: int) -> Settings:
+def settings_of(shape: Shape, steps: int, prepare: Prepare) -> Settings:
     """Return the initial settings of a sweep. The first validation of a training of this many steps is at the first
     rung."""
     alpha = SweepParameter(tie="2 * train.rank")
     rank = SweepParameter(low=min(shape.ranks), high=max(shape.ranks), log=True)
     rate = SweepParameter(low=min(shape.rates), high=max(shape.rates), log=True)
     return Settings(
-        base=Base(
-            tiny=TinyModelSettings(
-                vocab_size=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200
-            )
-        ),
-        prepare=Prepare(
-            sources=(SourceSettings(files="data/raw/support.csv"), SourceSettings(files="data/raw/support.jsonl")),
-            columns=ColumnSettings(prompt="request", response="intent"), task="labels", max_tokens=128,
-            split=SplitSettings(validation=0.05),
-        ),
+        base=BASE,
+        prepare=prepare,
         train=Train(
             rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_size=shape.batch_rows,
             validate_every_steps=max(1, int(FIRST_RUNG * steps / VALIDATIONS_PER_RUNG)),
@@ -120,17 +117,17 @@ def settings_of(shape: Shape, steps: int) -> Settings:
     )  # fmt: skip
 
 
-def build(folder: Path, shape: Shape) -> tuple[ProjectLayout, Settings]:
+def build(folder: Path, shape: Shape, task: Task, data: Path) -> tuple[ProjectLayout, Settings]:
     """Create a project with base, data and MLflow's database. Return it and its settings."""
-    layout, settings = ProjectLayout(folder), settings_of(shape, 1)
-    shutil.copytree(BUNDLED, folder / "data")
+    prepare = copy_rows(folder, task, data)
+    layout, settings = ProjectLayout(folder), settings_of(shape, 1, prepare)
     for place in (layout.experiments, layout.mlruns):
         place.mkdir(parents=True)
     run_first_stages(layout, settings)
     with MlflowStore(layout).connected():
         pass
     steps = shape.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / shape.batch_rows
-    return layout, settings_of(shape, math.ceil(steps))
+    return layout, settings_of(shape, math.ceil(steps), prepare)
 
 
 def project(made: ProjectLayout, folder: Path, settings: Settings) -> ProjectLayout:
@@ -168,10 +165,11 @@ def sweep(layout: ProjectLayout) -> tuple[Search, SweepReport]:
     return Search(begun, sorted(done, key=lambda take: take.begun)), report
 
 
-def peer(layout: ProjectLayout, seed: int, steps: int) -> Search:
-    """Run Optuna's loop around Trainer in a new process."""
+def peer(layout: ProjectLayout, seed: int, steps: int, tokens: int | None) -> Search:
+    """Run Optuna's loop around Trainer in a new process. It ends early if it has trained `tokens` tokens."""
     begun, script = time.time(), Path(__file__).with_name("sweep_cell.py")
-    told = _run([sys.executable, str(script), str(layout.root), str(seed), str(steps)])
+    limit = [] if tokens is None else [str(tokens)]
+    told = _run([sys.executable, str(script), str(layout.root), str(seed), str(steps), *limit])
     return Search(begun, [Take(**one) for one in json.loads(told.splitlines()[-1])])
 
 
@@ -215,9 +213,9 @@ class Found:
         return min(self.grid, key=lambda one: self.grid[one].value)
 
 
-def measure(work: Path, shape: Shape, server: ForkServer) -> Found:
+def measure(work: Path, shape: Shape, task: Task, data: Path, equal_tokens: bool, server: ForkServer) -> Found:
     """Run grid, sweeps and peers in turns. `server` starts the trainings of the grid, without imports for each."""
-    made, settings = build(work / "made", shape)
+    made, settings = build(work / "made", shape, task, data)
     grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
     for turn, seed in enumerate(shape.samplers):
         found.grid |= {one: cell(grid, settings, server, one) for one in shape.cells[turn::turns]}
@@ -228,7 +226,8 @@ def measure(work: Path, shape: Shape, server: ForkServer) -> Found:
         found.made_again += identities(layout) != before
         found.sweeps.append(searched)
         found.reports.append(report)
-        found.peers.append(peer(layout, seed, planned_steps(grid)))
+        limit = searched.tokens if equal_tokens else None
+        found.peers.append(peer(layout, seed, planned_steps(grid), limit))
         for who, one in (("sweep", searched), ("optuna", found.peers[-1])):
             print(f"{who:6} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
         shutil.rmtree(layout.root)
@@ -242,8 +241,9 @@ def planned_steps(grid: ProjectLayout) -> int:
     return TrainReport.load(run / "result" / "train.json").planned_steps
 
 
-def judged(found: Found, quick: bool) -> Iterator[Row]:
-    """Yield the rows. A quick run has no targets for the cost."""
+def judged(found: Found, quick: bool, equal_tokens: bool) -> Iterator[Row]:
+    """Yield the rows. A quick run has no targets for the cost. With `equal_tokens`, the peer has no figures as a
+    whole."""
     cells = list(found.grid.values())
     tokens, seconds = sum(one.tokens for one in cells), sum(one.ended - one.begun for one in cells)
     lowest = found.grid[found.best].value
@@ -263,8 +263,9 @@ def judged(found: Found, quick: bool) -> Iterator[Row]:
     yield told("tokens, grid in random order until its value / sweep", _middle(half / one.tokens for one in ours))
     yield told("time, full grid / sweep until the grid's value", _middle(seconds / one.seconds for one in ours))
     yield told("time, full grid / whole sweep", _middle(seconds / one.seconds for one in found.sweeps))
-    yield told("tokens, Optuna + Trainer / sweep, whole", _middle(_ratios("tokens", found.peers, found.sweeps)))
-    yield told("time, Optuna + Trainer / sweep, whole", _middle(_ratios("seconds", found.peers, found.sweeps)))
+    if not equal_tokens:
+        yield told("tokens, Optuna + Trainer / sweep, whole", _middle(_ratios("tokens", found.peers, found.sweeps)))
+        yield told("time, Optuna + Trainer / sweep, whole", _middle(_ratios("seconds", found.peers, found.sweeps)))
     yield told("Optuna + Trainer that did not reach the grid's value", sum(math.isinf(one.tokens) for one in theirs))
     both = [pair for pair in zip(theirs, ours, strict=True) if not math.isinf(pair[0].tokens + pair[1].tokens)]
     if both:
@@ -291,8 +292,8 @@ def _quality(found: Found, lowest: float, grid_tokens: int, quick: bool) -> Iter
         yield at_most("sweep's best value / grid's - 1, median", _middle(distances), 0.005)
         yield at_most("tokens, sweep / grid", share, 0.33)
     pairs = zip(found.sweeps, found.peers, strict=True)
-    yield count("sweeps with a worse value than Optuna + Trainer for the same tokens",
-                sum(ours.best > theirs.best_within(ours.tokens) for ours, theirs in pairs))  # fmt: skip
+    worse = sum(ours.best > theirs.best_within(ours.tokens) for ours, theirs in pairs)
+    yield at_most("sweeps with a worse value than Optuna + Trainer for the same tokens", worse, len(found.sweeps) // 10)
 
 
 def _values(found: Found, lowest: float) -> Iterator[Row]:
@@ -332,12 +333,19 @@ def main() -> int:
     """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller grid, shorter trainings, one sampler seed")
+    parser.add_argument("--task", choices=TASKS, default="support", help="rows (default: the bundled requests)")
+    parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 10; quick: 1)")
+    parser.add_argument("--equal-tokens", action="store_true", help="end Optuna's loop after the tokens of the sweep")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     given = parser.parse_args()
+    shape = SHAPES[given.quick]
+    if given.seeds is not None:
+        shape = replace(shape, samplers=tuple(range(given.seeds)))
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="ratchet-sweep-") as folder, ForkServer() as server:
-        found = measure(Path(folder), SHAPES[given.quick], server)
-    return finish(list(judged(found, given.quick)), given.json)
+        found = measure(Path(folder), shape, TASKS[given.task], given.data, given.equal_tokens, server)
+    return finish(list(judged(found, given.quick, given.equal_tokens)), given.json)
 
 
 if __name__ == "__main__":

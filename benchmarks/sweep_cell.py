@@ -1,12 +1,14 @@
 """Runs the peer of benchmarks/sweep.py: a study of Optuna around Hugging Face Trainer, in one process.
 
-    python benchmarks/sweep_cell.py PROJECT SEED STEPS
+    python benchmarks/sweep_cell.py PROJECT SEED STEPS [TOKENS]
 
 The study is `optuna.create_study` with a seeded TPESampler, Optuna's default pruner (median), and storage in memory. A
 trial loads the base, attaches the adapter (both as Ratchet does, so that the task is the same) and trains it with
 Trainer. A callback of six lines reports the validation loss and ends trials that are to be pruned. Space, trials,
 schedule, batch and validations are those of the project's params.yaml. Validation rows are one batch, because Trainer
 averages over batches: so the figure is the mean over tokens, as in Ratchet.
+
+With TOKENS, the study ends after the trial in which this number of answer tokens was trained.
 
 The last line of the output lists the result of each trial: {"begun", "ended", "tokens", "value", "finished"}.
 """
@@ -133,7 +135,13 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ratchet-trainer-") as folder:
         loop = Loop(Path(arguments[0]), int(arguments[2]), Path(folder))
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=int(arguments[1])))
-        study.optimize(loop.objective, n_trials=loop.settings.sweep.trials)
+        limit = int(arguments[3]) if len(arguments) > 3 else math.inf
+
+        def end_at_limit(study: optuna.Study, _: optuna.trial.FrozenTrial) -> None:
+            if sum(one["tokens"] for one in loop.told) >= limit:
+                study.stop()
+
+        study.optimize(loop.objective, n_trials=loop.settings.sweep.trials, callbacks=[end_at_limit])
     print(json.dumps(loop.told))
     return 0
 

@@ -30,6 +30,7 @@ from typing import Any
 
 CONTENDERS = (
     "ours", "trl-packed", "trl-padded", "trl-grouped", "trl-defaults", "trainer", "trainer-in-order", "unsloth-packed",
+    "trl-dpo",
 )  # fmt: skip
 NEEDS = {"trl": "trl", "unsloth": "unsloth"}
 """Package that a contender needs, by the first word of its name."""
@@ -127,10 +128,11 @@ def peer(who: str, project: Path) -> Told:
     if who.startswith("unsloth"):
         import_module("unsloth")  # unsloth changes classes of transformers and TRL; import it before them
     import torch
-    from train_peers import Peer
 
+    module, name = ("preference_peer", "PairPeer") if who == "trl-dpo" else ("train_peers", "Peer")
+    kind = getattr(import_module(module), name)
     with tempfile.TemporaryDirectory(prefix="ratchet-peer-") as folder:
-        found = Peer(who, project, Path(folder))
+        found = kind(who, project, Path(folder))
         trainer, told = found.trainer, found.told
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

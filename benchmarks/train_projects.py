@@ -96,7 +96,7 @@ def _bundled(layout: ProjectLayout, cell: Cell) -> Settings:
 
 def _asked(layout: ProjectLayout, cell: Cell, given: Path | None) -> Settings:
     """Create questions with worked answers, and a random model."""
-    rows = list(_rows_of(given)) if given else list(_rows_like_gsm8k())
+    rows = list(_rows_of(given)) if given else list(rows_like_gsm8k())
     with (layout.raw / "rows.jsonl").open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows[: cell.rows])
     model = layout.root / "model"
@@ -119,7 +119,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, str]]:
             yield {"question": row["question"], "answer": row["answer"]}
 
 
-def _rows_like_gsm8k(count: int = 4000) -> Iterator[dict[str, str]]:
+def rows_like_gsm8k(count: int = 4000) -> Iterator[dict[str, str]]:
     """Yield rows with the lengths of GSM8K."""
     draw = random.Random(8)
     words = sorted(set((BUNDLED / "text" / "help.txt").read_text(encoding="utf-8").split()))

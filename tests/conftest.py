@@ -24,6 +24,8 @@ from ratchet.storage.layout import RUNS_VARIABLE, ProjectLayout
 # This must run before torch is imported. Each process uses one thread, because two test processes share two cores; the
 # thread does not spin while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+for _name in [name for name in os.environ if name.startswith("MLFLOW_")]:  # an address of the developer's server
+    del os.environ[_name]
 os.environ["TQDM_DISABLE"] = "1"  # the command line also sets this before it imports tqdm
 
 
@@ -131,6 +133,25 @@ def s3_environment(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     return s3
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start a server that speaks the Hugging Face hub's interface. It is the hub of this process, with a new cache and
+    a valid token."""
+    from huggingface_hub import constants
+
+    import hub_server
+
+    with hub_server.serve() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        for name, value in server.environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture

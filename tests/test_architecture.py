@@ -44,9 +44,9 @@ FORBIDDEN = {
 DECLARED_AS = {
     "lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml",
     "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python", "pydantic_core": "pydantic",
-    "pynvml": "nvidia-ml-py",
+    "pynvml": "nvidia-ml-py", "opentelemetry": "opentelemetry-exporter-otlp-proto-http",
 }  # fmt: skip
-USED_INDIRECTLY = {"dvc", "onnxscript"}
+USED_INDIRECTLY = {"dvc", "immutabledict", "nltk", "onnxscript"}
 BROUGHT_BY = {
     "alembic": "mlflow",
     "anyio": "httpx2",
@@ -55,9 +55,11 @@ BROUGHT_BY = {
     "packageurl-python": "cyclonedx-python-lib",
     "packaging": "transformers",
     "pandas": "mlflow",
+    "shtab": "dvc",
     "scipy": "scikit-learn",
     "sqlalchemy": "mlflow",
     "tokenizers": "transformers",
+    "tqdm": "huggingface-hub",
 }
 """Libraries that are imported and not declared, with the declared one that depends on them."""
 
@@ -239,7 +241,7 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
         ["ratchet.runs.status"],
         ["ratchet.training.worker_main", "ratchet.inference.worker_main"],
         [f"ratchet.{name}" for name in MODULES if re.fullmatch(r"runs\.\w+", name)],
-        [f"ratchet.stages.{name}" for name in ("train", "sweep", "gate", "promote", "generate")],
+        [f"ratchet.stages.{name}" for name in ("train", "sweep", "gate", "promote", "push", "generate")],
     ],
     ids=["command line", "status", "starts of workers", "runs", "stages"],
 )

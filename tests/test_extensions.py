@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 import fake_generations
+import logged_points
 import ratchet
 import tiny_project
 from ratchet.config import extensions, params_file
 from ratchet.errors import SettingsError
 from ratchet.inference import answer_selection
+from ratchet.runs.directory import RunPaths
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import EvaluationReport
+
+PACKAGES = ("tracking", "runs")
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
 
@@ -54,6 +58,7 @@ def change(layout: ProjectLayout, **changes: object) -> None:
     layout.params.write_text(params_file.amend_text(text, {k.replace("__", "."): v for k, v in changes.items()}))
 
 
+@pytest.mark.long
 def test_a_filter_drops_rows_and_the_card_names_it(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,18 +75,24 @@ def test_a_filter_drops_rows_and_the_card_names_it(
     assert "ok" not in card.labels
 
 
-def test_a_callback_receives_each_step_once_and_a_metric_scores_every_answer(
+@pytest.mark.long
+def test_loggers_and_a_callback_receive_each_step_once_and_a_metric_scores_every_answer(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(installed)
     layout = tiny_project.prepared(tmp_path / "project")
-    change(layout, machine__callbacks=["loss_file"], evaluate__metrics=["first_word"])
+    fewer = {"train__epochs": 0.5, "evaluate__harness__tasks": []}
+    loggers = {"machine__loggers": ["csv", "json_lines"]}
+    change(layout, machine__callbacks=["loss_file"], evaluate__metrics=["first_word"], **loggers, **fewer)
     done = run(layout, installed, "train")
     assert done.returncode == 0, done.stderr
     [run_directory] = [path for path in layout.runs.iterdir() if path.is_dir() and not path.name.startswith(".")]
     lines = (run_directory / "loss.txt").read_text(encoding="utf-8").splitlines()
     steps = json.loads(layout.train_report.read_text(encoding="utf-8"))["steps"]
     assert [int(line.split()[0]) for line in lines] == list(range(1, steps + 1))
+    rows = (run_directory / "loggers" / "csv" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert [int(row.split(",")[0]) for row in rows if "train/loss" in row] == list(range(1, steps + 1))
+    assert len(rows) == logged_points.read("json_lines", RunPaths(run_directory)).total()
     done = run(layout, installed, "evaluate")
     assert done.returncode == 0, done.stderr
     report = EvaluationReport.load(layout.eval_report)
@@ -89,6 +100,7 @@ def test_a_callback_receives_each_step_once_and_a_metric_scores_every_answer(
         metric = report.scores[model].metrics["first_word"]
         assert 0 <= metric.value <= 1
         assert metric.n > 0
+    assert not layout.mlflow_database.exists()  # no stage logs to MLflow, which is not among the loggers
 
 
 def test_a_reward_chooses_among_answers_and_the_card_names_it(installed: Path, tmp_path: Path) -> None:
@@ -130,6 +142,7 @@ def test_a_reward_is_a_function_or_a_command() -> None:
         ("ratchet.metrics", "evaluate.metrics.0", "evaluate:\n  metrics: [gone]\n"),
         ("ratchet.filters", "prepare.filters.0", "prepare:\n  filters: [gone]\n"),
         ("ratchet.rewards", "select.reward.function", "select:\n  reward: {function: gone}\n"),
+        ("ratchet.loggers", "machine.loggers.0", "machine:\n  loggers: [gone]\n"),
         ("ratchet.callbacks", "machine.callbacks.0", "machine:\n  callbacks: [gone]\n"),
     ],
 )

@@ -12,6 +12,7 @@ from ratchet.config.evaluate import Evaluate, HarnessSettings
 from ratchet.config.export import Export, GgufSettings, OnnxSettings
 from ratchet.config.settings import Settings
 
+PACKAGES = ("config", "cli")
 HIDE = """
 import importlib.machinery, sys
 hidden, *arguments = sys.argv[1:]
@@ -75,9 +76,20 @@ def test_training_does_not_start_if_a_later_stage_would_lack_a_library(
     assert not layout.runs.exists()
 
 
+def test_a_service_without_its_library_changes_no_command(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    done = run_without("opentelemetry", "--project", project, "status")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "ratchet: OpenTelemetry: nothing is sent: this needs opentelemetry, which is not installed; install it with: "
+        "pip install 'ratchet-llm[observability]'\n",
+    )
+
+
 MODEL_LIBRARIES = "torch transformers peft bitsandbytes accelerate datasets tokenizers safetensors"
 
 
+@pytest.mark.long
 def test_a_host_that_shows_and_deploys_needs_no_model_library(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "project")
     promote_fake_model(layout, "a")

@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 RULES = yaml.safe_load(Path(__file__).with_name("plain_english.yaml").read_text(encoding="utf-8"))
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-SETTINGS = [ROOT / "params.yaml", *sorted((ROOT / "src").rglob("*.yaml"))]
+SETTINGS = [ROOT / "params.yaml", *sorted((ROOT / "src").rglob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

@@ -18,6 +18,8 @@ from ratchet import api, errors
 from ratchet.runs.journal import JournalEvent
 from ratchet.storage.layout import ProjectLayout
 
+PACKAGES = ("stages", "cli")
+
 
 class Recorder:
     """A callback that keeps the kinds of events that it receives."""
@@ -123,6 +125,7 @@ def test_an_unknown_run_is_refused(trained: tuple[ratchet.Project, ratchet.Run, 
         ratchet.load_run(project, "ffff")
 
 
+@pytest.mark.long
 def test_an_interrupted_training_is_shown_as_stopped(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "project")
     code = "import ratchet, sys; ratchet.train(ratchet.Project(sys.argv[1]))"

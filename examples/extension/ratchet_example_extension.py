@@ -19,6 +19,22 @@ def brevity(prompts: Sequence[str], answers: Sequence[str], references: Sequence
     return [100 / (100 + len(answer)) for answer in answers]
 
 
+class CsvLogger:
+    """Logger: writes metrics.csv. It begins with an empty folder and receives each row of the run once."""
+
+    def __init__(self, run: Any) -> None:
+        self._path = run.folder / "metrics.csv"
+
+    def log(self, rows: Sequence[Any]) -> None:
+        """Receive the next rows: step, time and values by name, as in MLflow."""
+        with self._path.open("a", encoding="utf-8") as stream:
+            for row in rows:
+                stream.writelines(f"{row.step},{name},{value}\n" for name, value in row.values.items())
+
+    def finish(self, status: str) -> None:
+        """Receive the end of the run: FINISHED, FAILED or KILLED."""
+
+
 class LossFile:
     """Callback: appends the loss of each step to loss.txt in the run directory.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config.extras import explained_imports
+from ratchet.console import progress
 from ratchet.errors import SettingsError
 from ratchet.models.lazy_imports import set_library_defaults
 from ratchet.runs import directory
@@ -25,16 +26,19 @@ from ratchet.storage.records.gate import Verdict
 from ratchet.storage.records.sweep import SweepReport
 
 if TYPE_CHECKING:
+    from ratchet.stages.chat import Chat
     from ratchet.stages.compare import CompareResult
     from ratchet.stages.generate import GenerateResult
     from ratchet.stages.promote import PromotionResult
+    from ratchet.stages.push import PushResult
     from ratchet.stages.sweep import TrialRequestResult
+    from ratchet.storage.records.push import PushKind
     from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "base", "compare", "control_trial", "evaluate", "export", "gate", "generate", "init",
-    "list_runs", "load_run", "prepare", "promote", "rollback", "sweep", "train",
+    "Project", "Run", "adopt", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate", "generate",
+    "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -48,7 +52,8 @@ def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
     from ratchet.stages import base as stage
 
-    return stage.base(project, on_progress)
+    with progress.show_progress(write_line=on_progress):
+        return stage.base(project, on_progress)
 
 
 @explained_imports()
@@ -109,7 +114,8 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
     """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
     from ratchet.stages import evaluate as stage
 
-    return stage.evaluate(project, on_progress).report
+    with progress.show_progress(write_line=on_progress):
+        return stage.evaluate(project, on_progress).report
 
 
 @explained_imports()
@@ -136,7 +142,7 @@ def sweep(
 
     Args:
         project: the project; section sweep of its settings has the search space.
-        workers: number of trials that run at the same time.
+        workers: number of workers; each runs one trial, or `sweep.concurrent_trials`, at a time.
         overrides: settings of this sweep in place of the project's, such as `{"sweep.trials": 20}`; settings of base
             and prepare are refused, because these stages have run already.
         on_progress: receives lines about the progress.
@@ -148,7 +154,8 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
-    return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
+    with progress.show_progress(write_line=on_progress):
+        return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
 @explained_imports()
@@ -161,7 +168,7 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
 
 @explained_imports()
 def control_trial(
-    project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None
+    project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None, is_warm: bool = False
 ) -> "TrialRequestResult":
     """Stop, pause, resume or clone a trial of the sweep, while the sweep runs or later.
 
@@ -171,6 +178,8 @@ def control_trial(
             trial and `changes`, in addition to those of `sweep.trials`.
         trial: number of the trial.
         changes: changed values of a clone, such as `{"train.learning_rate": 1e-4}`.
+        is_warm: start a clone from the best weights of the trial. These values must not be changed then: rank, alpha,
+            targets and kind of the adapter.
 
     Raises:
         DataError: there is no study or no such trial, or the state of the trial does not allow the action.
@@ -178,7 +187,7 @@ def control_trial(
     """
     from ratchet.stages import sweep as stage
 
-    return stage.control_trial(project, action, trial, changes)
+    return stage.control_trial(project, action, trial, changes, is_warm)
 
 
 @explained_imports()
@@ -202,6 +211,23 @@ def generate(
     from ratchet.stages import generate as stage
 
     return stage.generate(project, Path(prompts), Path(output), model, on_progress)
+
+
+@explained_imports()
+def chat(project: Project, model: str = "adapter", on_progress: Progress = ignore_progress) -> "Chat":
+    """Load a model and begin a conversation: `ask(text)` returns an answer, `close()` releases the model.
+
+    Args:
+        project: the project; section generate of its settings defines the sampling.
+        model: base, adapter, merged, champion, v3, a directory, a .gguf file or a server's URL.
+        on_progress: receives notices, such as a batch that was made smaller.
+
+    Raises:
+        InputError: the model cannot be used.
+    """
+    from ratchet.stages.chat import Chat
+
+    return Chat(project, model, on_progress)
 
 
 @explained_imports()
@@ -236,6 +262,39 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     from ratchet.stages import promote as stage
 
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
+
+
+@explained_imports()
+def push(  # noqa: PLR0913 (the flags of the command, as keywords)
+    project: Project, repository: str, kind: "PushKind" = "adapter", *, is_private: bool = False,
+    license: str | None = None, languages: Sequence[str] = (), datasets: Sequence[str] = (), force: bool = False,
+    reason: str | None = None, on_progress: Progress = ignore_progress,
+) -> "PushResult":  # fmt: skip
+    """Upload the exported model to the Hugging Face hub as one commit, or resume an interrupted upload.
+
+    Args:
+        project: a project whose stages export and gate have run.
+        repository: OWNER/NAME; created if it does not exist. The token comes from HF_TOKEN or `hf auth login`.
+        kind: adapter, merged or gguf.
+        is_private: create a private repository.
+        license: licence of the model, for the model card; None: that of the base.
+        languages: languages for the model card, such as `["en"]`.
+        datasets: datasets on the hub for the model card, in addition to those of prepare.sources.
+        force: push against the gate; the model card shows the user and the reason.
+        reason: the reason for a forced push.
+        on_progress: receives lines about the progress.
+
+    Raises:
+        GateError: the gate did not decide PROMOTE about this adapter, or the model was rolled back.
+        HubError: the hub cannot be reached or refuses; nothing was committed.
+        InputError: settings, a stage's output or the repository cannot be used.
+    """
+    from ratchet.registry.hub_card import CardMetadata
+    from ratchet.stages import push as stage
+
+    metadata = CardMetadata(license, tuple(languages), tuple(datasets))
+    options = stage.PushOptions(kind, is_private, force, reason, metadata)
+    return stage.push(project, repository, options, on_progress)
 
 
 def load_run(project: Project, run_id: str) -> Run:

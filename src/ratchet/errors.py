@@ -8,6 +8,7 @@
     │   ├── ProjectError                   no project in the directory
     │   ├── DataError                      a source file, a row, a split
     │   ├── BaseModelError                 the base model or its tokenizer
+    │   ├── HubError                       the Hugging Face hub cannot be reached or refuses
     │   ├── DamagedFileError               a sealed file whose bytes differ from its manifest
     │   ├── LockHeldError                  another process holds the lock
     │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
@@ -19,6 +20,7 @@
     ├── NonFiniteStateError            1   weights in memory are not finite; training resumes from the last checkpoint
     ├── MemoryExhaustedError           1   not even one row fits into memory; the message has settings that fit
     ├── TrackingError                  1   MLflow's database or artifacts cannot be read or written
+    │   ├── TrackingServerError        2   an MLflow server cannot be reached, or refuses the request
     │   └── TrackingSchemaError        2   the database belongs to another MLflow version; the message has the command
     ├── tuning.leases.TrialLeaseLostError  1   another worker has taken over the trial; internal to sweep workers
     ├── PeersLostError                 1   other ranks are lost or did not join; the state is saved
@@ -88,6 +90,10 @@ class BaseModelError(InputError):
     """The base model or its tokenizer is missing, incomplete or differs from the pinned base model."""
 
 
+class HubError(InputError):
+    """The Hugging Face hub cannot be reached, refuses a request, or a transfer was interrupted."""
+
+
 class DamagedFileError(InputError):
     """The content of a sealed file or directory differs from its manifest."""
 
@@ -134,6 +140,12 @@ class MemoryExhaustedError(RatchetError):
 
 class TrackingError(RatchetError):
     """MLflow's database or artifacts cannot be read or written. Training continues without them."""
+
+
+class TrackingServerError(TrackingError):
+    """An MLflow server cannot be reached, or refuses the request; the message has its address and the reason."""
+
+    exit_code = EXIT_INPUT
 
 
 class TrackingSchemaError(TrackingError):

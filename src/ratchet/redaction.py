@@ -20,6 +20,9 @@ from urllib.parse import quote, unquote
 HIDDEN = "(hidden)"
 MIN_SECRET_CHARACTERS = 6
 """Minimum length of a secret value, in characters. Shorter values are not replaced: they occur in too many words."""
+SETTING_PREFIX = "RATCHET__"
+"""Begin of the environment variables that contain a setting (`RATCHET__TRAIN__RANK=8`). No setting contains a secret,
+though the names of some (tokens) look like it."""
 MIN_LINE_CHARACTERS = 16
 """Minimum length, in characters, of a line that is a secret on its own, in a secret of several lines such as a key."""
 
@@ -119,7 +122,7 @@ def _current_secrets() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_secret_variable(name: str) -> bool:
-    if _HARMLESS_NAME.search(name):
+    if _HARMLESS_NAME.search(name) or name.startswith(SETTING_PREFIX):
         return False
     return bool(_SECRET_NAME.search(name) or _LIKELY_SECRET_NAME.search(name))
 

@@ -15,15 +15,15 @@ import yaml
 from ratchet.config import machine, params_file
 from ratchet.config.base import Base
 from ratchet.config.evaluate import JudgeSettings
-from ratchet.config.export import AdditionalAdapterSettings, OnnxSettings
+from ratchet.config.export import AdditionalAdapterSettings, BitsAndBytesSettings, Export, OnnxSettings
 from ratchet.config.fields import Section
 from ratchet.config.gate import RULES, AtLeastRule, ExportParityRule, MustImproveRule, MustNotRegressRule
-from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings, SplitSettings
+from ratchet.config.prepare import ColumnSettings, Prepare, QualitySettings, SourceSettings, SplitSettings
 from ratchet.config.promote import HookSettings
 from ratchet.config.select import RewardSettings, Select
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import DIRECTIONS, Sweep
-from ratchet.config.train import DistillSettings, Train
+from ratchet.config.train import DistillSettings, EarlyStoppingSettings, GuardSettings, Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
 
@@ -188,7 +188,7 @@ def test_an_invalid_learning_rate_is_refused_with_the_value_found(value: str, fo
         ("promote:\n  model_name: a/b\n", "promote.model_name: found 'a/b'"),
         (
             "export:\n  additional_adapters: [{path: x}]\n",
-            "export.additional_adapters.0.path: unknown setting; known: adapter, weight",
+            "export.additional_adapters.0.path: unknown setting; known: adapter, prepared_data, weight",
         ),
         ("export:\n  gguf: {types: [q9]}\n", "export.gguf.types.0: found 'q9'"),
         ("export:\n  gguf: {types: [q8_0, q8_0]}\n", "q8_0 is named twice"),
@@ -508,6 +508,7 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "labels": lambda rng: rng.choice([[], ["ham", "no spam"], ["null", "1.5", "\U0001f642"]]),
     "filters": lambda rng: [],
     "callbacks": lambda rng: [],
+    "loggers": lambda rng: rng.choice([[], ["mlflow"], ["json_lines", "tensorboard"]]),
     "function": lambda rng: None,
     "metrics": lambda rng: rng.choice([[], ["bleu"], ["token_f1", "length"]]),
     "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
@@ -515,6 +516,8 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "rules": lambda rng: several(rng, RULES, 1, 4),
     "hooks": lambda rng: several(rng, [HookSettings], 0, 2),
     "additional_adapters": lambda rng: several(rng, [AdditionalAdapterSettings], 0, 2),
+    "additional_judges": lambda rng: [],
+    "perturbations": lambda rng: rng.choice([[], ["typos"], ["case", "paraphrase"]]),
     "types": lambda rng: rng.choice([[], ["q8_0"], ["f16", "q4_k_m"]]),
     "max_shard_size": lambda rng: rng.choice([1, 4_000_000_000]),
     "space": lambda rng: {
@@ -527,6 +530,7 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "nodes": lambda rng: rng.choice(["1", "8", "2:8"]),
     "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
     "replica": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "az://box/runs"]),
+    "replica_mirror": lambda rng: rng.choice([None, "s3://bucket-eu/a folder"]),
     "replica_bytes_per_s": lambda rng: rng.choice([None, 1, 20_000_000]),
     "log_max_bytes": lambda rng: rng.choice([4096, 10_000_000]),
     "metrics_port": lambda rng: rng.choice([None, 1, 9464, 65535]),
@@ -584,21 +588,33 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["response"] += " too"
     if section is Train:  # each allowed combination of adapter and other settings must survive the round trip
         ways = [
-            {"adapter": "lora", "initialization": "pissa", "quantization": "none"},
+            {"adapter": "lora", "initialization": "pissa", "quantization": "none", "init_adapter": None},
             {"adapter": "lora", "initialization": "zero"},
-            {"adapter": "dora", "initialization": "zero"},
+            {"adapter": "dora", "initialization": rng.choice(["zero", "gaussian", "eva"]), "init_adapter": None},
         ]
+        if found["distill"]["teacher"] is not None or "token_accuracy" in found["early_stopping"]["metrics"]:
+            found["objective"] = "sft"
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
+        found["final_learning_rate_share"] = 0.25  # an exponential decay needs one
+        found["target_modules"] = rng.choice(["all", "mlp", ["q_proj", "*star"], r".*\.\d+\.v_proj"])
+    if section is EarlyStoppingSettings:
+        found["metrics"] = rng.choice([["loss"], ["token_accuracy"], ["loss", "token_accuracy"]])
+    if section is GuardSettings:
+        found["window_steps"] += 2  # on_rising_loss needs ten
     if section is DistillSettings and found["top_k"] is None:
         found["mode"] = "online"
     if section is JudgeSettings:
         found["against"] = rng.choice([["base"], ["champion", "base"], ["anchor", "champion"]])
     if section is OnnxSettings:
         found["types"] = rng.choice([[], ["fp32", "int8"]])
+    if section is BitsAndBytesSettings:
+        found["types"] = rng.choice([[], ["int8"]])
+    if section is Export and not found["additional_adapters"]:
+        found["merge_method"] = "linear"
     if section is Settings and rng.random() < 0.5:
         found["evaluate"]["formats"] = ["merged"]
     elif section is Settings:  # scores of the adapter do not apply to another update
-        found["export"] |= {"weight": 1, "additional_adapters": [], "modules": []}
+        found["export"] |= {"weight": 1, "additional_adapters": [], "merge_method": "linear", "modules": []}
     if section is Sweep:
         found["name"] = rng.choice(["sweep", "on", "1e4", "A_b-3"])
     if section is Sweep and len(found["objectives"]) > 1:  # pruning needs a single objective that orders the trials
@@ -610,6 +626,15 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:
         found["trust_remote_code"] = rng.choice([None, found["source"]])
+    if section is SourceSettings:
+        found["streaming"] = bool(found["dataset"])
+    if section is QualitySettings:
+        found["drop"] = [check for check in found["drop"] if check not in ("language", "low_score")]
+        found |= rng.choice([{"field": None, "minimum": None}, {"field": "score", "minimum": 2.5}])
+    if section is Prepare:
+        found["languages"] = rng.choice([[], ["en", "de"]])
+        if found["task"] == "preferences":
+            found["too_long"] = "drop"
     if section is SourceSettings and found["split"] in ("validation", "test"):
         found["weight"] = 1
     # Weight and balance both set how often rows occur.
@@ -661,6 +686,8 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
             "no steps in which ranks can shrink",
         ),
         ("train: {adapter: adalora, use_rslora: true}", "adapts ranks itself"),
+        ("train: {objective: dpo, distill: {teacher: t}}", "objective: dpo has no teacher"),
+        ("train: {objective: ipo, early_stopping: {metrics: [token_accuracy]}}", "objective: ipo does not compute"),
         ("train: {adapter: adalora, loraplus_lr_ratio: 4}", "LoRA's two matrices"),
         ("train: {adapter: adalora, guards: {on_spike: roll_back}}", "ranks that adalora has removed"),
         ("train: {alpha: 0}", "alpha"),

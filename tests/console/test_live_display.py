@@ -10,7 +10,7 @@ import pytest
 from rich.text import Text
 
 from faked_terminal import Faked
-from ratchet.console.terminal import LiveDisplay, create_console, is_live_terminal, show_progress
+from ratchet.console.terminal import LiveDisplay, create_console, is_live_terminal
 from ratchet.redaction import HIDDEN
 from tmux_screen import Screen, needs_tmux
 
@@ -173,19 +173,6 @@ def test_lines_above_are_broken_between_words_and_control_characters_are_shown(m
         "",
     ]
     display.stop()
-
-
-def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
-    for stream in (Faked(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with show_progress("export") as progress:
-            for done in range(3):
-                progress("merge", done, 2)
-                progress("rows", done, None)
-        assert ("export: merge" in stream.getvalue()) == stream.isatty()
-        assert bool(stream.getvalue()) == stream.isatty()
 
 
 def test_secrets_on_standard_error_are_hidden_above_the_display(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,22 @@ def test_a_log_gets_a_line_for_each_change_and_no_other() -> None:
     ]
 
 
+def test_the_live_table_has_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    stream, clock = Faked(), Clock()
+    view = create_sweep_display(stream, clock)
+    view.show(ONE, {}, 2)
+    assert "0 of 3" in stream.getvalue()
+    clock.now += 60
+    last = changed(ONE, state="complete", objectives=(1.5,), ended=2.0)
+    view.show(last, {}, 2)
+    assert "1 of 3, about 2 min left" in stream.getvalue()
+    started = stream.tell()
+    view.close(last)
+    assert "left" not in stream.getvalue()[started:]
+
+
 def test_what_was_over_before_is_not_told_again() -> None:
     stream = io.StringIO()
     view = create_sweep_display(stream)

@@ -283,3 +283,9 @@ def test_positions_restart_in_each_row_of_a_pack_and_first_labels_are_masked() -
         [IGNORE_INDEX] * 7,
     ]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0] * 7]
+
+
+def test_a_pack_that_is_too_small_for_a_pair_names_the_limit_of_one_answer() -> None:
+    train = Train(objective="dpo", batching="packed", pack_tokens=20)
+    with pytest.raises(SettingsError, match=r"the pair of answers 1 has 22 tokens.*prepare\.max_tokens to 10 "):
+        BatchPlan([5, 6, 11, 11], train)

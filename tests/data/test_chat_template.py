@@ -27,6 +27,7 @@ from ratchet.data.chat_template import alternation_pattern
 from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, Message, RefusedConversation
 from ratchet.data.tokenization import (
     ConversationEncoder,
+    decode_answer,
     encode_conversation,
     encode_prompt,
     merge_system_messages,
@@ -447,6 +448,9 @@ def test_tool_calls_are_trained_and_tool_results_are_not() -> None:
     ]
     assert learned(tok, one(tok, chat(*REQUESTED_PROMPT, tools=[ADD]))) == [call]
     encoded = one(tok, chat(*REQUESTED_PROMPT, tools=[ADD]))
+    assert decode_answer(chat(*REQUESTED_PROMPT), encoded.labels, tok) == call.removesuffix("<|im_end|>")
+    twice = chat(*USED, *REQUESTED_PROMPT, tools=[ADD])
+    assert decode_answer(twice, one(tok, twice).labels, tok) == call.removesuffix("<|im_end|>")
     prompt = encode_prompt(tok, chat(*REQUESTED_PROMPT[:1], tools=[ADD]))
     assert encoded.input_ids[: len(prompt)] == prompt
     assert '"description": "Add."' in tok.decode(prompt)

@@ -172,3 +172,65 @@ def test_padding_and_truncation_of_the_tokenizer_are_reset() -> None:
     assert (
         ConversationEncoder(tok).encode([("f:1", Conversation(CHAT)), ("f:2", Conversation(CHAT[:2]))])[0] == plain[0]
     )
+
+
+LONG_CHAT = [
+    user("one two three " * 3), assistant("first answer it was so " * 2), user("the card is blocked hello world " * 20),
+    assistant("second"), user("lost?"), assistant("the card is lost hello world " * 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_cut_in_the_middle_and_answers_stay(name: str) -> None:
+    encoder, conversation = ConversationEncoder(tokenizer_of(name)), Conversation(LONG_CHAT)
+    length = len(encode(name, LONG_CHAT).input_ids)
+    shortened, encoded = encoder.shorten("f:1", conversation, length, length - 60, "prompt") or (None, None)
+    assert shortened is not None and isinstance(encoded, EncodedConversation)
+    assert length - 75 < len(encoded.input_ids) <= length - 60
+    assert learned(name, encoded) == learned(name, encode(name, LONG_CHAT))
+    assert shortened.messages[0] == {**LONG_CHAT[0], "content": LONG_CHAT[0]["content"].strip()}  # short ones stay
+    assert shortened.messages[4] == LONG_CHAT[4]
+    before, after = LONG_CHAT[2]["content"].strip(), shortened.messages[2]["content"]
+    assert len(after) < len(before)
+    half = len(after) // 3
+    assert before.startswith(after[:half]) and before.endswith(after[-half:])
+    assert encoder.shorten("f:1", conversation, length, 20, "prompt") is None  # the answers alone need more
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_and_answers_are_cut_by_the_same_share(name: str) -> None:
+    encoder, tok = ConversationEncoder(tokenizer_of(name)), tokenizer_of(name)
+    length = len(encode(name, LONG_CHAT).input_ids)
+    shortened, encoded = encoder.shorten("f:1", Conversation(LONG_CHAT), length, length * 2 // 3, "both") or (
+        None,
+        None,
+    )
+    assert shortened is not None and isinstance(encoded, EncodedConversation)
+    assert length * 2 // 3 - 15 < len(encoded.input_ids) <= length * 2 // 3
+    for span in spans(encoded):  # each answer still ends its turn
+        assert tok.decode(encoded.input_ids[span.start : span.stop]).endswith(FAMILIES[name].end)
+
+    def size(text: str) -> int:
+        return len(tok.backend_tokenizer.encode(text.strip(), add_special_tokens=False).ids)
+
+    sizes = [(size(a["content"]), size(b["content"])) for a, b in zip(LONG_CHAT, shortened.messages, strict=True)]
+    kept = [after / before for before, after in sizes if before > 20]
+    assert max(kept) - min(kept) < 0.1
+    for a, b in zip(LONG_CHAT[1::2], shortened.messages[1::2], strict=True):
+        assert a["content"].startswith(b["content"])
+
+
+def test_system_messages_and_tool_calls_survive_a_cut_of_tool_results() -> None:
+    call = {"type": "function", "function": {"name": "card", "arguments": {"first": "one " * 10}}}
+    messages: list[Message] = [
+        system("one two three"), user("lost?"), {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "the card is blocked " * 20 + "hello world"}, assistant("it was so"),
+    ]  # fmt: skip
+    encoder, whole = ConversationEncoder(tokenizer_of("Qwen 2.5")), encode("Qwen 2.5", messages)
+    length = len(whole.input_ids)
+    shortened, encoded = encoder.shorten("f:1", Conversation(messages), length, length - 50, "prompt") or (None, None)
+    assert shortened is not None and isinstance(encoded, EncodedConversation)
+    assert [m for m in shortened.messages if m["role"] != "tool"] == [m for m in messages if m["role"] != "tool"]
+    result = shortened.messages[3]["content"]
+    assert result.startswith("the card") and result.endswith("world")
+    assert encoded.trained_tokens == whole.trained_tokens

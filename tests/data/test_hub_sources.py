@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -34,13 +35,31 @@ dataset_info:
 ---
 """
 ROWS = [{"text": "Where is my card?", "label": 0}, {"text": "I lost it", "label": 1}, {"text": "Hm", "label": -1}]
+LARGE = "c" * 40
+SHARDS = [
+    [{"text": f"{shard} {n} " + "the card is lost " * 20, "label": n % 2} for n in range(3000)] for shard in range(2)
+]
 FILES = {
+    LARGE: {
+        "README.md": CARD.encode(),
+        **{
+            f"train-0000{shard}-of-00002.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()
+            for shard, rows in enumerate(SHARDS)
+        },
+    },
     PINNED: {"README.md": CARD.encode(), "train.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode()},
 }
 
 
 class Hub(BaseHTTPRequestHandler):
     """Serves the part of the hub's interface that loading a dataset needs."""
+
+    fetched: ClassVar[list[str]] = []
+    """Each request for the content of a file."""
+    cuts: ClassVar[list[str]] = []
+    """Names of files. The next answer with one of them ends after half of its bytes."""
+    held: ClassVar[dict[str, threading.Event]] = {}
+    """Files that are sent half; then the event is set, and the server waits until the client is gone."""
 
     def do_HEAD(self) -> None:
         self._answer(None)
@@ -82,15 +101,35 @@ class Hub(BaseHTTPRequestHandler):
         elif file not in FILES[commit]:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         else:
-            data = FILES[commit][file]
-            self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit})
+            data, status = FILES[commit][file], 200
+            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit}
+            headers["Accept-Ranges"] = "bytes"
+            if self.command == "GET":
+                self.fetched.append(file)
+            if wanted := self.headers.get("Range"):
+                begin, _, end = wanted.removeprefix("bytes=").partition("-")
+                last = min(int(end or len(data)), len(data) - 1)
+                headers["Content-Range"] = f"bytes {begin}-{last}/{len(data)}"
+                data, status = data[int(begin) : last + 1], 206
+            self._send(status, data, headers, file)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str], file: str = "") -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if file in self.cuts:
+            self.cuts.remove(file)
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+        elif event := self.held.pop(file, None):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            event.set()
+            self.connection.recv(1)  # returns when the client is gone
+        else:
             self.wfile.write(body)
 
 
@@ -100,6 +139,8 @@ import json, sys
 from ratchet.config.prepare import SourceSettings
 from ratchet.data import sources as hub
 from ratchet.errors import DataError
+import datasets
+datasets.config.STREAMING_READ_RETRY_INTERVAL = 0.01
 for settings in json.loads(sys.argv[1]):
     try:
         print(json.dumps(list(hub.read_hub_records(SourceSettings(**settings)))))
@@ -154,6 +195,51 @@ def test_pinned_rows_are_downloaded_once_and_then_read_from_the_cache(tmp_path: 
         f"org/name@{UNKNOWN}[train]: the hub did not return this commit, and the cache holds commit {PINNED}"
     )
     assert unseen.startswith(f"org/other@{PINNED}[train]: cannot be loaded from the hub")
+
+
+def test_a_streamed_dataset_has_the_same_rows_and_leaves_no_copy(tmp_path: Path, endpoint: str) -> None:
+    large = {"dataset": "org/name", "revision": LARGE}
+    homes = tmp_path / "copy", tmp_path / "stream"
+    for home in homes:
+        home.mkdir()
+    [copied] = attempt(homes[0], endpoint, large)
+    Hub.cuts += ["train-00001-of-00002.jsonl"]
+    streamed, no_split = attempt(
+        homes[1], endpoint, {**large, "streaming": True}, {**large, "streaming": True, "dataset_split": "test"}
+    )
+    assert not Hub.cuts  # a connection was lost, and the rest was read again
+    assert streamed == copied and len(copied) == 6000
+    assert copied[3000] == ["org/name[train]#3000", {**SHARDS[1][0], "label": "card_arrival"}]
+    kept = [sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) for home in homes]
+    size = sum(map(len, FILES[LARGE].values()))
+    assert kept[0] > size and kept[1] < size / 20
+    assert no_split.startswith(f"org/name@{LARGE}[test]: cannot be loaded from the hub")
+
+
+def test_a_killed_download_continues_with_the_files_that_it_lacks(tmp_path: Path, endpoint: str) -> None:
+    second = "train-00001-of-00002.jsonl"
+    Hub.held[second] = event = threading.Event()
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    settings = json.dumps([{"dataset": "org/name", "revision": LARGE}])
+    process = subprocess.Popen(
+        [sys.executable, "-c", ATTEMPT, settings], env=environment, cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert event.wait(120)
+    first = "train-00000-of-00002.jsonl"
+    while not any(path.name == first for path in tmp_path.rglob("snapshots/*/*")):
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    Hub.fetched.clear()
+    [rows] = attempt(tmp_path, endpoint, {"dataset": "org/name", "revision": LARGE})
+    assert len(rows) == 6000
+    assert second in Hub.fetched and first not in Hub.fetched
+
+
+def test_streaming_of_files_is_refused() -> None:
+    with pytest.raises(ValueError, match="files are always streamed"):
+        SourceSettings(files="data/raw/rows.csv", streaming=True)
 
 
 @pytest.mark.parametrize("revision", ["main", "v1.0", PINNED[:12], "A" * 40])

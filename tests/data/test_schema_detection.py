@@ -446,6 +446,7 @@ GOOD: dict[RecordSchema, dict[str, Any]] = {
     "instances": {"instruction": "a", "instances": [{"input": "", "output": "b"}]},
     "choices": {"question": "a", "mc1_targets": {"b": 1}},
     "columns": {"prompt": "a", "response": "b"},
+    "preferences": {"prompt": "a", "chosen": "b", "rejected": "c"},
 }
 
 
@@ -469,3 +470,85 @@ def test_random_records_give_a_valid_conversation_or_malformed(shape: RecordSche
         assert "\0" not in found.text
         assert Conversation.from_json(text) == found
         assert all(message["content"] == message["content"].strip() for message in found.messages)
+
+
+# ------------------------------------------------------------------------------------------------------- preferences
+
+ASKED = [{"role": "user", "content": "Hi"}]
+BETTER, WORSE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "No"}
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+    "question": {"question": "Hi", "chosen": "Hello", "rejected": "No"},
+    "conversations (UltraFeedback)": {"prompt": "Hi", "chosen": [*ASKED, BETTER], "rejected": [*ASKED, WORSE]},
+    "answers as messages": {"prompt": ASKED, "chosen": [BETTER], "rejected": [WORSE]},
+    "ShareGPT": {
+        "chosen": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+        "rejected": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "No"}],
+    },
+    "JSON in a text": {"chosen": json.dumps([*ASKED, BETTER]), "rejected": json.dumps([*ASKED, WORSE])},
+    "transcripts (HH-RLHF)": {
+        "chosen": "\n\nHuman: Hi\n\nAssistant: Hello",
+        "rejected": "\n\nHuman: Hi\n\nAssistant: No",
+    },
+    "scores": {"prompt": "Hi", "responses": ["Well", "No", "Hello"], "scores": [2, 1.5, 4]},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("shape", ["auto", "preferences"])
+def test_pairs_of_answers(name: str, shape: RecordSchema) -> None:
+    found = conversation(PAIRS[name], shape)
+    assert found.messages == [*ASKED, BETTER]
+    assert found.rejected == WORSE
+    assert found.with_rejected.messages == [*ASKED, WORSE]
+    assert Conversation.from_json(found.to_json()) == found
+
+
+def test_the_columns_of_a_pair_can_be_named() -> None:
+    record = {"ask": "Hi", "yes": "Hello", "no": "No", "system": "Be kind."}
+    names = {"prompt": "ask", "response": "yes", "rejected": "no"}
+    found = conversation(record, "preferences", **names, system="system")
+    assert found.messages == [{"role": "system", "content": "Be kind."}, *ASKED, BETTER]
+    assert found.rejected == WORSE
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"chosen": [*ASKED, BETTER], "rejected": [USER, USER, WORSE]},
+            "chosen and rejected differ before the last",
+        ),
+        ({"chosen": ASKED, "rejected": [*ASKED, WORSE]}, "chosen ends with user and rejected with assistant"),
+        ({"chosen": 7.5 - 7.5j, "rejected": "No"}, "expected text"),
+    ],
+)
+def test_pairs_that_are_none(changes: dict[str, Any], says: str) -> None:
+    good = PAIRS["conversations (UltraFeedback)"]
+    fault = convert(good, good, good | changes)[1][-1]
+    assert isinstance(fault, MalformedRecord)
+    assert says in fault.detail
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [([1, 1, 1], "have the score 1"), ([1, 2], "are not lists of the same length"), ([1, "a", 2], "is not a number")],
+)
+def test_scores_that_prefer_no_answer(scores: list[Any], says: str) -> None:
+    fault = convert(PAIRS["scores"], PAIRS["scores"] | {"scores": scores})[1][-1]
+    assert isinstance(fault, MalformedRecord)
+    assert says in fault.detail
+
+
+def test_an_object_of_numbers_beside_a_response_is_no_choice_and_named_columns_can_be_a_pair() -> None:
+    record = {"prompt": "Hi", "response": "Hello", "meta": {"reviewed": 1, "translated": 0}}
+    assert messages(record) == turn("Hi", "Hello")
+    pair = {"ask": "Hi", "yes": "Hello", "no": "No"}
+    assert conversation(pair, prompt="ask", response="yes", rejected="no").rejected == WORSE
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "Hi", "chosen": "Hello"}, {"chosen": "Hello", "rejected": "No"}], ids=str
+)
+def test_half_a_pair_is_named(record: dict[str, Any]) -> None:
+    assert "a pair needs a prompt, a chosen and a rejected answer" in refusal(record)

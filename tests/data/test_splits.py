@@ -137,6 +137,25 @@ def test_fractions_hold_exactly_in_every_stratum(pairs: list[tuple[str, int]]) -
             assert splits["train"] >= 1
 
 
+def test_fractions_hold_exactly_in_every_combination_of_several_fields() -> None:
+    kinds = [(language, size) for language in ("en", "de") for size in ("small", "large", "a, b")]
+    rows = [row(f"{n}", language=language, size=size) for n in range(40) for language, size in kinds[n % 2 :: 2]]
+    wanted = SplitSettings.model_validate({"validation": 0.1, "test": 0.2, "stratify": ["language", "size"]})
+    assigner = SplitAssigner(Prepare(split=wanted))
+    for one in rows:
+        assert assigner.find_problem(one) is None
+        assigner.add(one)
+    assert sorted(assigner.strata) == sorted(f"language={a!r}, size={b!r}" for a, b in kinds)
+    found = [SPLITS[code] for code in assigner.assign()]
+    for kind in kinds:
+        splits = Counter(s for s, one in zip(found, rows, strict=True) if (*one.fields.values(),)[-2:] == kind)
+        assert splits == {"train": 14, "validation": 2, "test": 4}
+    assert "no field 'size'" in str(assigner.find_problem(row("x", language="en")))
+    with_length = SplitSettings.model_validate({"stratify": ["language", "length"]})
+    assert len({*divided(rows, with_length)}) == 3
+    assert SplitSettings.model_validate({"stratify": None}) == SplitSettings()  # as earlier versions wrote it
+
+
 def test_small_strata_are_training_rows_and_one_training_row_remains() -> None:
     rows = [row(f"{i}", kind="rare" if i == 0 else "often") for i in range(40)]
     assert divided(rows, SplitSettings(stratify="kind"))[0] == "train"

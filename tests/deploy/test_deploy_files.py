@@ -2,18 +2,24 @@
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sqlalchemy import make_url
+from yamllint import linter
+from yamllint.config import YamlLintConfig
 
 from ratchet import errors
 from ratchet.cli.main import COMMANDS, build_parser
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
+from ratchet.runs.job_queue import JobQueue, JobRequest
 from ratchet.storage.layout import ProjectLayout
 
 ROOT = Path(__file__).parents[2]
@@ -215,3 +221,35 @@ def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
         machine = params_file.load(copy / "params.yaml", given).machine
         assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
         assert (copy / "experiments" / "champion.json").is_file()
+
+
+def test_the_scaled_job_counts_the_jobs_of_the_queue(project: ProjectLayout) -> None:
+    config = YamlLintConfig(
+        "{extends: default, rules: {line-length: {max: 120}, document-start: disable, braces: disable}}"
+    )
+    assert list(linter.run(TEXTS["keda.yaml"], config)) == []
+    spec = yaml.safe_load(TEXTS["keda.yaml"])["spec"]
+    [container] = spec["jobTargetRef"]["template"]["spec"]["containers"]
+    options = build_parser().parse_args(container["args"])
+    assert (options.command, options.exit_when_idle) == ("work", 60.0)
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    machine = params_file.parse("{}\n", environment=variables).machine
+    assert machine.replica is not None
+    [trigger] = spec["triggers"]
+    address = make_url(str(machine.study_storage))
+    written = trigger["metadata"]
+    assert (address.host, address.database, address.username) == (
+        written["host"],
+        written["dbName"],
+        written["userName"],
+    )
+    assert spec["jobTargetRef"]["template"]["spec"]["terminationGracePeriodSeconds"] > GRACE_S + 30
+
+    queue = JobQueue(project, None, "support")
+    for _ in range(3):
+        queue.submit(JobRequest(params=""))
+    finished = queue.claim("node/1", 60.0)
+    assert finished is not None and queue.finish(finished, "done", "")
+    assert queue.claim("node/1", 60.0)
+    with closing(sqlite3.connect(project.job_queue)) as connection:
+        assert connection.execute(written["query"]).fetchone() == (2,)

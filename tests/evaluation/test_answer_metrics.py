@@ -130,3 +130,11 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
     assert corpus(1) == corpus(1)
     assert corpus(1) != corpus(2)
+
+
+def test_support_of_an_answer_by_its_context() -> None:
+    context = "The parcel left Berlin on Monday, and arrives in Hamburg on Tuesday."
+    answers = ["It left Berlin on Monday.", "It arrives in Berlin.", "Tuesday", "", "Nein, gestern!"]
+    found = answer_metrics.score_context_support(answers, [context] * len(answers))
+    assert found["faithfulness_words"] == [4 / 5, 3 / 4, 1, 0, 0]
+    assert found["faithfulness_bigrams"] == [3 / 4, 1 / 3, 1, 0, 0]

@@ -32,6 +32,7 @@ def longest(body: JSON, _: int) -> Said:
     return chat(json.dumps({"verdict": "A" if len(texts["A"]) > len(texts["B"]) else "B"}))
 
 
+@pytest.mark.long
 def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_log_to_mlflow", lambda *_: None)
     torch.set_num_threads(1)
@@ -60,6 +61,10 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
     lines = list(base.read_lines(layout.evaluate / judge_file("base")))
     assert [line["id"] for line in lines] == sorted(line["id"] for line in lines)
     assert (found.contracts, found.scores) == (plain.contracts, plain.scores)
+    answers = evaluate.collect_answers(layout.evaluate, found, 5)  # for MLflow
+    assert [answer.row_id for answer in answers] == [line["id"] for line in lines][:5]
+    assert all(set(answer.verdicts) == {"base"} and "accuracy" in answer.scores for answer in answers)
+    assert evaluate.collect_answers(layout.evaluate, found, 0) == []
 
     with pytest.raises(EndpointError):
         evaluate.evaluate(Project.from_parts(layout, wanted))

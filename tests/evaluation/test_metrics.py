@@ -209,6 +209,34 @@ def test_curves_of_unlikely_sure_single_and_missing_scores() -> None:
     assert math.isnan(metrics.mean_average_precision(labels, expected, scores.tolist(), seed=0).value)
 
 
+def test_calibration_compares_confidence_with_accuracy() -> None:
+    labels, expected, scores = scored(400)
+    bins, error = metrics.measure_calibration(labels, expected, scores.tolist(), seed=0)
+    shares = special.softmax(scores, axis=1)
+    confidence, hits = shares.max(axis=1), np.array(labels)[shares.argmax(axis=1)] == expected
+    gaps = 0.0
+    for low in np.arange(10) / 10:
+        is_inside = (confidence >= low) & (confidence < low + 0.1)
+        gaps += abs(np.sum(confidence[is_inside] - hits[is_inside]))
+    assert error.value == pytest.approx(gaps / 400)
+    assert sum(one.rows for one in bins) == 400
+    assert sum(one.rows * one.confidence for one in bins) / 400 == pytest.approx(confidence.mean())
+    assert sum(one.rows * one.accuracy for one in bins) / 400 == pytest.approx(hits.mean())
+    assert (error.better, error.low < error.value < error.high) == ("lower", True)
+    shifted = scores - np.linspace(0, 5000, len(scores))[:, None]  # long answers make every label unlikely
+    assert metrics.measure_calibration(labels, expected, shifted.tolist(), seed=0)[1].value == pytest.approx(
+        error.value
+    )
+
+    sure = [[0.0, -900.0], [0.0, -900.0], [-900.0, 0.0]]
+    assert metrics.measure_calibration(["a", "b"], ["a", "b", "b"], sure, seed=0)[0] == [
+        metrics.CalibrationBin(confidence=1.0, accuracy=pytest.approx(2 / 3), rows=3)
+    ]
+    scores[3, 1] = math.nan
+    bins, error = metrics.measure_calibration(labels, expected, scores.tolist(), seed=0)
+    assert (bins, math.isnan(error.value)) == ([], True)
+
+
 def test_resamples_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(3)
     labels = ["a", "b", "c"]
@@ -231,3 +259,16 @@ def test_macro_average_precision_is_the_mean_of_scikit_learns(ties: bool) -> Non
     assert found.value == pytest.approx(np.mean([one["average_precision"] for one in curves.values()]))
     assert sorted(curves) == labels
     assert found.low < found.value < found.high
+
+
+def test_krippendorffs_alpha_of_the_published_example() -> None:
+    """The example of Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), part C: 0.849 on an interval
+    scale."""
+    observers = ["123321412...", "1233224125.3", ".33323422 51.".replace(" ", ""), "12332441251."]
+    units = [[float(row[unit]) for row in observers if row[unit] != "."] for unit in range(12)]
+    alpha = metrics.krippendorff_alpha(units, 0)
+    assert alpha is not None and round(alpha.value, 3) == 0.849
+    assert (alpha.n, alpha.low < alpha.value < alpha.high) == (11, True), "a unit with one rating is left out"
+    both = metrics.krippendorff_alpha([[0, 0], [1, 1], [0.5, 0.5]], 0)
+    assert both is not None and both.value == 1
+    assert metrics.krippendorff_alpha([[1, 1], [1, 1]], 0) is None and metrics.krippendorff_alpha([[0, 1]], 0) is None

@@ -46,7 +46,7 @@ def count_passes(model: Any) -> list[int]:
     return rows
 
 
-def silent(done: int, total: int) -> None:
+def silent(kind: str, done: int, total: int) -> None:
     pass
 
 
@@ -109,13 +109,13 @@ def test_drawn_answers_are_drawn_from_the_model(model: Any) -> None:
 
 
 def test_progress_counts_rows(model: Any) -> None:
-    told: list[tuple[int, int]] = []
-    one = replace(scorer(model), progress=lambda done, total: told.append((done, total)))
+    told: list[tuple[str, int, int]] = []
+    one = replace(scorer(model), progress=lambda *state: told.append(state))
     one.score_rows(ROWS, LABELS)
-    assert told == [(4, 11), (8, 11), (11, 11)]
+    assert told == [("likelihoods", 4, 11), ("likelihoods", 8, 11), ("likelihoods", 11, 11)]
     told.clear()
     one.generate_answers(Numbers(), ROWS, [2], DRAWN)
-    assert told[-1] == (33, 33)
+    assert told[-1] == ("answers", 33, 33)
 
 
 # -------------------------------------------------------------------------------------------------------- stored scores

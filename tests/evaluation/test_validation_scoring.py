@@ -17,7 +17,6 @@ import torch
 import plain_fork_server
 import tiny_project
 from ratchet.data import token_files
-from ratchet.data.conversation import Conversation
 from ratchet.errors import (
     BaseModelError,
     DamagedFileError,
@@ -100,18 +99,14 @@ def test_answers_are_scored_as_in_evaluate(
 
     def read(*asked: Any) -> Any:
         real = before_read(*asked)
-        said = [
-            Conversation([*c.messages[:-1], {"role": "assistant", "content": text}])
-            for c, text in zip(real.conversations, truth, strict=False)
-        ]
-        return replace(real, conversations=[*said, *real.conversations[len(said) :]])
+        return replace(real, references=[*truth, *real.references[len(truth) :]])
 
     monkeypatch.setattr(Scorer, "generate_answers", answers)
     monkeypatch.setattr(rows, "read", read)
     validation_scoring.score_runs(layout, launch([ids["first"]], ("accuracy",)))
     first, second, third = (one[0] for one in answered[:3])
     assert first and second and third
-    truth[:] = [f" {first}\n", f"{second} zebra", third]
+    truth[:] = [first, f"{second} zebra", third]
     data = DatasetCard.load(layout.dataset_card)
     validation_scores_path(
         layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).request_digest(data)

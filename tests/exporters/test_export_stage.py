@@ -1,11 +1,13 @@
 """Tests stage export with every format: results run, errors name their cause, and the old export stays complete."""
 
-import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import tiny_project
 from export_cases import (
@@ -15,10 +17,19 @@ from export_cases import (
     trained,  # noqa: F401 (a fixture)
     with_export,
 )
-from ratchet.config.export import AdditionalAdapterSettings, Export, GgufSettings
+from ratchet.cli.export import format_bundle
+from ratchet.config.export import (
+    AdditionalAdapterSettings,
+    BitsAndBytesSettings,
+    Export,
+    GgufSettings,
+    OnnxSettings,
+)
 from ratchet.config.settings import Settings
+from ratchet.data import token_files
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.exporters.inputs import ExportJob
+from ratchet.models import answer_process, base_model
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -52,8 +63,8 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
     files.make_directory(other)
     for path in trained.adapter.iterdir():
         (other / path.name).write_bytes(path.read_bytes())
-    config = json.loads((other / "adapter_config.json").read_bytes())
-    (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "f" * 64}))
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file(tensors, other / "adapter_model.safetensors", metadata={base_model.BASE_DIGEST: "f" * 64})
     wanted = PLAIN.model_copy(update={"additional_adapters": (AdditionalAdapterSettings(adapter="other"),)})
     with pytest.raises(BaseModelError, match="f" * 12):
         run(with_export(wanted, formats=("merged",)))
@@ -66,6 +77,64 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
         )
     with pytest.raises(SettingsError, match=r"nowhere"):
         run(with_export(PLAIN.model_copy(update={"modules": ("nowhere",)}), formats=("merged",)))
+
+
+def test_what_each_of_several_adapters_lost_is_measured_on_its_own_rows(
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout, tmp_path: Path
+) -> None:
+    other = tiny_project.prepared(tmp_path / "other")
+    tiny_project.adapted(other, seed=9, strength=0.3)
+    shutil.copytree(other.adapter, trained.root / "second")
+    shutil.copytree(other.data, trained.root / "second data")
+    second = AdditionalAdapterSettings(adapter="second", weight=0.5, prepared_data="second data")
+    wanted = PLAIN.model_copy(
+        update={"additional_adapters": (second,), "merge_method": "ties", "merge_base": "dequantized"}
+    )
+    bundle = run(with_export(wanted, formats=("merged",)))
+    assert bundle.merge is not None and (bundle.merge.method, bundle.merge.density) == ("ties", 0.5)
+    own, added = bundle.merge.retention
+    assert (own.adapter, added.adapter, own.weight, added.weight) == ("trained", "second", 1, 0.5)
+    assert own.rows == added.rows == len(token_files.open_split(trained.data, "validation"))
+    assert own.base == added.base and own.merged == added.merged, "here both have the same rows"
+    assert own.alone != added.alone
+    for part in (own, added):
+        assert part.low <= part.merged - part.alone <= part.high
+    assert bundle.parity.greedy_agreement == 1, "the reference combines the adapters in the same way"
+    text = format_bundle(bundle)
+    assert "combined by ties, density 0.5; loss of each adapter's answers" in text
+    assert f"second (weight 0.5, {added.rows} rows): base {added.base:.3f}, alone {added.alone:.3f}" in text
+    gone = wanted.model_copy(update={"additional_adapters": (second.model_copy(update={"prepared_data": "gone"}),)})
+    with pytest.raises(SettingsError, match=r"additional_adapters: prepared_data: found no card\.json in gone"):
+        run(with_export(gone, formats=("merged",)))
+    with pytest.raises(ValueError, match="merge_method: found ties for a single adapter"):
+        Export(merge_method="ties")
+
+
+def test_8_bits_of_bitsandbytes_and_half_floats_are_opened_and_compared(
+    run: Callable[[Settings], ModelBundle], trained: ProjectLayout
+) -> None:
+    wanted = PLAIN.model_copy(
+        update={
+            "merge_base": "dequantized",
+            "bitsandbytes": BitsAndBytesSettings(types=("int8",)),
+            "onnx": OnnxSettings(types=("fp16",)),
+        }
+    )
+    bundle = run(with_export(wanted))
+    int8, fp16 = bundle.artifact("bitsandbytes/int8"), bundle.artifact("onnx/fp16")
+    assert int8 is not None and fp16 is not None
+    assert int8.distance.kl < 0.05 and fp16.distance.kl < 1e-3, "within the gate's limits"
+    assert int8.distance.kl > 0 < fp16.distance.kl
+    assert int8.size_bytes < 0.6 * bundle.size_bytes > fp16.size_bytes
+    assert "bitsandbytes" in int8.runtime and int8.texts_tokenised == int8.texts
+    folder = trained.export / "bitsandbytes" / "int8"
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    assert stored[f"{name}.weight"].dtype == torch.int8 and f"{name}.SCB" in stored
+    probe = int8.probes[0]
+    request = {"question": probe.question, "prompt": probe.prompt_ids, "tokens": len(probe.answer_ids)}
+    [answer] = answer_process.generate_answers(folder, [request], 1)  # as a server opens it
+    assert tuple(answer["answer"]) == probe.answer_ids and tuple(answer["prompt"]) == probe.prompt_ids
 
 
 def test_a_type_that_needs_a_tool_is_refused_without_it(

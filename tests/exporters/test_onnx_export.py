@@ -74,8 +74,12 @@ def test_the_directory_is_complete_and_valid(exported: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "type", "transposed"), [("llama", "fp32", []), ("llama-tied", "fp32", ["model.embed_tokens.weight"]),
-                                       ("llama-tied", "int8", [])],
+    ("family", "type", "transposed"),
+    [
+        pytest.param("llama", "fp32", [], marks=pytest.mark.long),
+        ("llama-tied", "fp32", ["model.embed_tokens.weight"]),
+        pytest.param("llama-tied", "int8", [], marks=pytest.mark.long),
+    ],
 )  # fmt: skip
 def test_no_weight_is_transposed_when_a_runtime_starts(
     family: str, type: Any, transposed: list[str], exported: Any, tmp_path: Path
@@ -93,6 +97,24 @@ def test_no_weight_is_transposed_when_a_runtime_starts(
     assert [
         node.input[0] for node in graph.node if node.op_type == "Transpose" and node.input[0] in stored
     ] == transposed
+
+
+def test_matrices_in_16_bits_are_rounded_and_too_large_ones_refused(exported: Any, tmp_path: Path) -> None:
+    source, target = exported("llama-tied")
+    half = written(source, tmp_path / "half", "fp16")
+    onnx_format.checker.check_model(str(half / "model.onnx"), full_check=True)
+    full = {one.name: one for one in onnx_format.load(str(target / "model.onnx")).graph.initializer}
+    rounded = 0
+    for one in onnx_format.load(str(half / "model.onnx")).graph.initializer:
+        values = onnx_format.numpy_helper.to_array(one)
+        expected = onnx_format.numpy_helper.to_array(full[one.name.removesuffix(".fp16")])
+        rounded += values.dtype == np.float16
+        assert np.array_equal(values, expected.astype(values.dtype))
+        assert values.dtype == np.float16 or expected.dtype != np.float32 or expected.ndim < 2
+    assert rounded >= 8
+    tensor = onnx.OnnxTensor("w", (1, 2), np.float32, lambda: np.array([[1.0, 1e5]], np.float32))
+    with pytest.raises(BaseModelError, match="w has a weight above 65504"):
+        onnx._read_as_float16(tensor)
 
 
 def test_numbers_in_8_bits_are_off_by_half_a_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.models import adapters, loading, model_spec, targets
+from ratchet.models import adapters, base_model, loading, model_spec, targets
+from ratchet.models.base_model import BaseReference
 from ratchet.models.device import Model
 
 CPU = torch.device("cpu")
@@ -27,6 +28,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dora": {"adapter": "dora", "dropout": 0.1},
     "pissa": {"initialization": "pissa"},
     "rspissa": {"initialization": "pissa", "use_rslora": True},
+    "gaussian": {"initialization": "gaussian"},
+    "orthogonal": {"initialization": "orthogonal", "adapter": "dora"},
     "adalora": {"adapter": "adalora", "rank": 6, "adalora": {"target_rank": 2, "every_steps": 2}},
 }
 BASES = ["llama", "llama-tied", "gpt2"]
@@ -90,16 +93,16 @@ def test_it_begins_as_the_base_learns_and_is_saved_as_a_lora_that_fits_the_plain
     assert losses[-1] < losses[0] - 0.01
     after = logits(model)
     for name in ("a", "b"):
-        adapters.save(model, tmp_path / name, "digest")
+        adapters.save(model, tmp_path / name, BaseReference("digest"))
     loaded = adapters.load(made(family, train), tmp_path / "a")
     torch.testing.assert_close(logits(loaded), after, rtol=0, atol=1e-5)
     assert (after - before).abs().max() > 1e-3
     assert not list(adapters.trainable_parameters(loaded))
-    adapters.save(loaded, tmp_path / "again", "digest")
+    adapters.save(loaded, tmp_path / "again", BaseReference("digest"))
     assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "again")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_bytes())
-    assert (config["peft_type"], config["use_dora"]) == ("LORA", method == "dora")
-    assert config["base_model_name_or_path"] == "digest"
+    assert (config["peft_type"], config["use_dora"]) == ("LORA", train.adapter == "dora")
+    assert base_model.read_base_digest(tmp_path / "a") == "digest"
     assert config["target_modules"] == sorted(config["target_modules"])
 
 
@@ -164,7 +167,7 @@ def test_factors_and_rows_of_new_tokens_are_what_is_added_to_the_base(
     for name, ids, rows in adapters.token_rows(model):
         assert ids == new
         assert (rows - begun[name]).abs().amax(dim=1).min() > 1e-4  # every row changed
-    adapters.save(model, tmp_path, "digest")
+    adapters.save(model, tmp_path, BaseReference("digest"))
     loaded = adapters.load(families.make(family), tmp_path)
     for found in (loaded, with_factors_added(family, model), with_factors_added(family, loaded)):
         torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-5)
@@ -180,7 +183,7 @@ def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
     assert found["model.layers.0.self_attn.o_proj"] == (4, 3.0)
 
 
-@pytest.mark.parametrize("method", ["lora", "pissa"])
+@pytest.mark.parametrize("method", ["lora", "gaussian", "orthogonal", "pissa"])
 def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "EXACT_SVD_MAX_SIZE", 8)  # larger weights are decomposed by a randomized method
     first, again, other = (
@@ -213,7 +216,7 @@ def test_adapters_have_the_configured_dtype_on_a_16_bit_base(tmp_path: Path, met
     if wanted != "float16":  # AdamW cannot compute in float16
         losses = learn(model, train)
         assert losses[-1] < losses[0]
-    adapters.save(model, tmp_path, "digest")
+    adapters.save(model, tmp_path, BaseReference("digest"))
     loaded = adapters.load(families.make("llama", dtype=torch.bfloat16), tmp_path)
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.05)
 
@@ -291,7 +294,7 @@ def test_names_that_peft_would_take_for_experts_are_refused() -> None:
 
 def saved(tmp_path: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
     model = adapters.attach(families.make("llama"), settings(), "digest")
-    adapters.save(model, tmp_path, "digest")
+    adapters.save(model, tmp_path, BaseReference("digest"))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -455,5 +458,5 @@ def test_the_penalty_is_the_mean_distance_from_orthogonal() -> None:
 def test_an_adapter_that_has_not_learned_can_be_saved(tmp_path: Path) -> None:
     model, _ = adalora(20)
     assert set(ranks(model)) == {0}
-    adapters.save(model, tmp_path, "digest")
+    adapters.save(model, tmp_path, BaseReference("digest"))
     torch.testing.assert_close(logits(adapters.load(families.make("llama"), tmp_path)), logits(families.make("llama")))

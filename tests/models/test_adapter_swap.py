@@ -1,6 +1,5 @@
 """Tests that swapping adapters on one loaded base equals loading each on its own base."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,14 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError
-from ratchet.models import adapters, loading
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.base_model import BaseReference
 from ratchet.models.device import Model
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def saved(base: Model, quantization: str, name: str, folder: Path) -> Path:
     with torch.no_grad():
         for _, parameter in adapters.trainable_parameters(model):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    adapters.save(model, folder, "digest")
+    adapters.save(model, folder, BaseReference("digest"))
     return folder
 
 
@@ -121,8 +122,8 @@ def test_the_base_is_not_read_again(fresh: Callable[[str, str], Model], tmp_path
 
 def renamed(folder: Path) -> None:
     """Make the adapter name another base."""
-    path = folder / CONFIG
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"base_model_name_or_path": "another-base-x"}))
+    path = folder / WEIGHTS
+    save_file(load_file(path), path, metadata={base_model.BASE_DIGEST: "another-base-x"})
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ for quantization in ("nf4", "none"):
 """
 
 
+@pytest.mark.long
 def test_no_second_copy_of_the_model_is_held(tmp_path: Path, llama: Path) -> None:
     """262 MiB of float32 weights are loaded in bfloat16. A complete second copy must never be in memory. The
     measurement needs its own process: in this one, the memory of other tests may be freed or reused."""

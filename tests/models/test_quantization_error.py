@@ -149,6 +149,7 @@ def test_bytes_are_those_of_packed_weights_and_their_constants(
     assert costs[name].weight_bytes == costs["full"].weight_bytes - saved_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "width"), [("gpt2", "n_embd"), ("mixtral", "hidden_size")])
 def test_transposed_layers_and_mixtures_of_experts(family: str, width: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path, **{width: 64})

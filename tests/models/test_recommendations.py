@@ -55,6 +55,21 @@ def asked(settings: Settings, base: ModelSpec | None, data: DatasetCard | None =
     return {one.key: one.value for one in recommendations.merge_into_proposals(settings, changes)}
 
 
+def test_a_base_that_predicts_the_answers_well_needs_a_lower_rank(seven: ModelSpec) -> None:
+    settings, data = train(rank=1, alpha=2), card_of(trained=9_000_000)
+
+    def propose(loss: float | None) -> list[RecommendedChange]:
+        facts = RecommendationInputs(settings, "cpu", seven, data, loss)
+        return [change for change in [recommendations.recommend_rank_for_data(facts)] if change]
+
+    assert [change.values["train.rank"] for change in propose(None)] == [4]
+    assert [change.values["train.rank"] for change in propose(5.0)] == [4]  # falls quickly, so it says little
+    (change,) = propose(0.35)
+    assert change.values["train.rank"] == 2
+    assert "a loss of 0.35 nats per token: about 4,544,489 bits to learn" in change.reason
+    assert propose(0.1) == []
+
+
 def train(**changes: Any) -> Settings:
     return Settings(train=Train(**changes))
 

@@ -14,6 +14,7 @@ from adapters_cases import (
 )
 from ratchet.errors import InterruptedRunError
 from ratchet.models import adapters
+from ratchet.models.base_model import BaseReference
 from small_loop import losses
 
 PACKAGES = ("training", "models")
@@ -48,6 +49,6 @@ def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: s
     assert snapshots.equal(one, other)
     assert same(one.adapter_tensors, other.adapter_tensors)
     assert bool(one.adapter_tensors) == (method in ("pissa", "adalora"))
-    adapters.save(whole.context.model, tmp_path / "a", "base")
-    adapters.save(parts.context.model, tmp_path / "b", "base")
+    adapters.save(whole.context.model, tmp_path / "a", BaseReference("base"))
+    adapters.save(parts.context.model, tmp_path / "b", BaseReference("base"))
     assert snapshots.contents(tmp_path / "a") == snapshots.contents(tmp_path / "b")

@@ -107,10 +107,25 @@ def test_the_distribution_alone_prepares_trains_evaluates_and_gates(gated: Proje
     assert Verdict.load(gated.verdict).reasons
 
 
+def test_the_examples_are_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    code = "import ratchet; print(ratchet.__file__, ratchet.init('mine', example='chat').example)"
+    environment = tiny_project.environment() | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(tmp_path / "site" / "ratchet" / "__init__.py"), "chat"]
+    assert (tmp_path / "mine" / "README.md").is_file()
+
+
 FEATURES = {
     "export": ("export", {"export": Export(gguf=GgufSettings(types=("q8_0",)), onnx=OnnxSettings(types=("fp32",)))}),
     "harness": ("evaluate", {"evaluate": Evaluate(max_new_tokens=8, harness=HarnessSettings(tasks=("answers",)))}),
     "sweep": ("sweep", {"sweep": Sweep(trials=2, space={"train.rank": {"choices": [2, 4]}})}),
+    **{
+        name: ("train", {"machine": tiny_project.MACHINE.model_copy(update={"loggers": (name,)})})
+        for name in ("tensorboard", "wandb", "dvclive")
+    },
 }
 
 

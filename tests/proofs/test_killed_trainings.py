@@ -174,7 +174,8 @@ def test_divergence_ends_the_run_with_a_diagnosis(project: ProjectLayout) -> Non
     tiny_project.save(project, settings)
     done = tiny_project.ratchet(project, "train")
     assert done.returncode == 1
-    assert "loss is nan, computed twice; 6 bad steps in a row" in done.stderr
+    assert "loss is nan, computed twice; the first output that is not finite is that of model." in done.stderr
+    assert "; 6 bad steps in a row" in done.stderr
     assert "these steps changed no weight" in done.stderr
     assert not project.train.exists()
     losses = [json.dumps(e.data["loss"]) for e in events(project) if e.kind == "step"]

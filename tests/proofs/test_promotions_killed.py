@@ -6,14 +6,21 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from promotion_project import SETTINGS, accept_model, list_champions, read_ledger, with_hooks, write_outputs
+from promotion_project import (
+    SETTINGS,
+    accept_model,
+    count_in_child,
+    list_champions,
+    read_ledger,
+    with_hooks,
+    write_outputs,
+)
 from ratchet.config.promote import HookSettings
 from ratchet.registry import outbox
 from ratchet.stages.project import Project
@@ -116,17 +123,7 @@ def counted(work: Work, layout: ProjectLayout, kill_at: int) -> int:
 def in_child(work: Work, layout: ProjectLayout, kill_at: int) -> tuple[int, int]:
     """Do the work in a child process. Return its exit code, and the number of operations if the child was not
     killed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            os.write(writer, str(counted(work, layout, kill_at)).encode())
-            os._exit(0)
-        os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader) as stream:
-        said = stream.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(said or 0)
+    return count_in_child(lambda: counted(work, layout, kill_at))
 
 
 def problems_after(layout: ProjectLayout, expected: list[str], entries: int) -> list[str]:

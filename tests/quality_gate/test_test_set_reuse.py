@@ -15,7 +15,7 @@ def test_a_model_counts_once_for_each_gate_set(project: ProjectLayout) -> None:
     assert evidence.count_models(project, "set", "a") == 1  # the model itself counts before its use is recorded
     for test_set_digest, model in (("set", "a"), ("set", "b"), ("other", "a"), ("set", "a")):
         evidence.record_test_set_use(project, test_set_digest, model, f"run-{model}")
-    assert [(one.test_set_digest, one.model) for one in evidence.read_test_set_uses(project.test_set_uses)] == [
+    assert [(one.test_set_digest, one.model) for one in evidence.read_test_set_uses(project)] == [
         ("set", "a"), ("set", "b"), ("other", "a")
     ]  # fmt: skip
     assert [evidence.count_models(project, "set", model) for model in ("a", "b", "c")] == [2, 2, 3]

@@ -188,7 +188,7 @@ def test_head_and_sections_are_complete_and_accessible(page: str) -> None:
     card, tree = label_card(), read(page)
     assert [heard(h) for h in tree.iterfind(".//h2")] == list(SECTIONS)
     assert list(SECTIONS) == [
-        "Sources", "Row flow", "Lengths", "Splits", "Class balance", "Near-duplicates",
+        "Sources", "Row flow", "Text quality", "Lengths", "Splits", "Class balance", "Near-duplicates",
         "Leaks", "Truncation", "Packing", "Tokens per epoch", "Template", "Notes",
     ]  # fmt: skip
     anchors = {section.get("id") for section in tree.iter("section")}

@@ -11,7 +11,13 @@ from ratchet.reports import comparison, run_page
 from ratchet.reports.comparison import MOST_POINTS, ComparisonIndex, EvaluationIndex
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import EvaluationReport, JudgePreference, JudgeReport, MetricValue
+from ratchet.storage.records.evaluation import (
+    EvaluationReport,
+    JudgePreference,
+    JudgeReport,
+    MetricValue,
+    PanelPreference,
+)
 from trained_runs import Training
 
 
@@ -60,6 +66,23 @@ def test_the_gate_shows_it_where_there_was_one(tmp_path: Path) -> None:
     assert COSTS in heard(section(page, "judge"))
     plain = made.write(tmp_path / "plain.html")
     assert "judge" not in {one.get("id") for one in read(plain).iter("section")}
+
+
+def test_the_gate_shows_all_judges_and_their_agreement(tmp_path: Path) -> None:
+    made = case()
+    both = {
+        "base": PanelPreference(against="base", win_rate=share(0.7, 0.6, 0.8), alpha=share(0.412, 0.2, 0.6)),
+        "champion": PanelPreference(against="champion", win_rate=None, alpha=None),
+    }
+    second = JUDGED.model_copy(update={"model": "second"})
+    judged = JUDGED.model_copy(update={"additional_judges": (second,), "panel": both})
+    report = made.evidence.report.model_copy(update={"judge_report": judged})
+    evidence = dataclasses.replace(made.evidence, report=report)
+    page = dataclasses.replace(made, evidence=evidence).write(tmp_path / "judged.html")
+    assert table(section(page, "judge"), "All judges together") == {
+        "base": ["70.0 %60.0 % to 80.0 %", "0.410.20 to 0.60"], "champion": ["\u2013", "\u2013"],
+    }  # fmt: skip
+    assert "Judge: second at" in heard(section(page, "judge"))
 
 
 def test_the_report_of_a_training_and_the_terminal_show_it(tmp_path: Path) -> None:

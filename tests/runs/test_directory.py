@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.config import params_file
+from ratchet.config import train as config_train
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, LockHeldError, StorageError
@@ -37,17 +38,36 @@ OTHER_VALUES = {
     "use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4.0}, "initialization": "pissa",
     "adalora": {"target_rank": 4}, "adapter_dtype": "bfloat16", "loraplus_lr_ratio": 16.0,
     "gradient_compression": {"method": "int8"}, "distill": {"teacher": "models/teacher"},
+    "init_adapter": "0123456789ab", "objective": "dpo", "beta": 0.5,
+    "final_learning_rate_share": 0.1, "polynomial_power": 3.0, "cooldown_ratio": 0.5,
+    "warmup_steps": 7, "validate_every_epochs": 0.5,
 }  # fmt: skip
 
 
 def test_every_setting_of_train_makes_another_run() -> None:
     assert OTHER_VALUES.keys() == Train.model_fields.keys()
-    needed = {"initialization": {"quantization": "none"}}  # this initialization requires quantization none
+    # pissa requires quantization none, and beta is used by preference tuning only.
+    needed = {"initialization": {"quantization": "none"}, "beta": {"objective": "dpo"}}
     ids = {
         name: spec(Train.model_validate({name: value} | needed.get(name, {}))).run_id
         for name, value in OTHER_VALUES.items()
     }
     assert len({*ids.values(), spec().run_id}) == len(OTHER_VALUES) + 1, ids
+
+
+def test_settings_that_are_newer_than_a_run_do_not_change_its_id() -> None:
+    assert spec().run_id == "7eb48ec604f9"
+    document = spec().model_dump(mode="json")
+    newer = [name.split(".") for name in config_train.ADDED]
+    for *sections, leaf in newer:
+        node = document["train"]
+        for section in sections:
+            node = node[section]
+        del node[leaf]
+    assert directory.compute_run_id(document) == spec().run_id
+    assert RunSpec.model_validate(document) == spec()
+    nested = spec(Train.model_validate({"guards": {"recovery_steps": 9}})).run_id
+    assert nested not in (spec().run_id, spec(Train.model_validate({"guards": {"max_bad_steps": 9}})).run_id)
 
 
 def test_other_data_another_base_and_another_recipe_make_another_run() -> None:

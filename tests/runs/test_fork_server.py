@@ -75,7 +75,7 @@ def test_a_worker_has_its_arguments_environment_session_and_output(starter: Star
     code = (
         "import os, sys; text, fd, parent = arguments; os.write(int(fd), b'written'); print(text); "
         "print(parent == str(os.getppid()), os.getsid(0) == os.getpid(), sys.argv[1:] == arguments); "
-        "print(repr(sys.stdin.read())); "
+        "print(repr(sys.stdin.read()), flush=True); "
         "print('error', file=sys.stderr)"
     )
     assert starter.run(code, "two words", file, None) == 0

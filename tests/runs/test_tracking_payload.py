@@ -90,3 +90,10 @@ def test_the_share_of_what_devices_can_do_is_told_where_it_is_known() -> None:
 
 def test_events_of_no_figures_have_no_points() -> None:
     assert MetricPointExtractor().extract(JournalEvent("notice", 1.0, 1, {"text": "a word", "step": 3})) == []
+
+
+def test_the_token_accuracy_of_a_validation_is_a_metric_if_it_was_computed() -> None:
+    extractor, data = MetricPointExtractor(), {"step": 5, "loss": 1.5}
+    assert values(extractor.extract(JournalEvent("validation", 1.0, 1, data))) == {"validation/loss": 1.5}
+    found = values(extractor.extract(JournalEvent("validation", 1.0, 1, data | {"token_accuracy": 0.25})))
+    assert found == {"validation/loss": 1.5, "validation/token_accuracy": 0.25}

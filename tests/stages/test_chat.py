@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ratchet
 from chat_cases import (
     PATIENCE_S,
     QUICK,
@@ -52,6 +53,30 @@ def test_a_script_gets_answers_and_nothing_else(layout: ProjectLayout) -> None:
     assert [message["role"] for message in talk] == ["system", *["user", "assistant"] * 3, "user"]
     assert talk[0]["content"] == "Be short."
     assert talk[2]["content"] == "You said: one"  # the reasoning is not sent back
+
+
+def test_a_program_has_a_conversation(layout: ProjectLayout) -> None:
+    notices: list[str] = []
+    project = Project.from_parts(layout, QUICK)
+    with served(echo) as server, ratchet.chat(project, server.url, notices.append) as talk:
+        assert [talk.ask("one"), talk.ask("two")] == ["You said: one", "You said: two"]
+        roles = [message["role"] for message in server.got[-1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert notices == []
+    with served(error(400, "no")) as server, ratchet.chat(project, server.url) as talk, pytest.raises(EndpointError):
+        talk.ask("one")
+
+
+def test_a_question_of_a_program_that_does_not_fit_is_refused_and_the_conversation_continues(
+    layout: ProjectLayout, model: Path
+) -> None:
+    with ratchet.chat(Project.from_parts(layout, QUICK), str(model)) as talk:
+        answer = talk.ask("hello")
+        with pytest.raises(DataError, match=r"does not fit .*: it was not asked, and nothing was truncated"):
+            talk.ask("a long question " * 2000)
+        assert isinstance(talk.ask("again"), str)
+    with ratchet.chat(Project.from_parts(layout, QUICK), str(model)) as talk:
+        assert talk.ask("hello") == answer
 
 
 def test_fenced_questions_and_reset(layout: ProjectLayout) -> None:

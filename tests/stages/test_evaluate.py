@@ -197,6 +197,7 @@ def test_not_even_one_row_fits(
     assert files.read_manifest(layout.evaluate) == before
 
 
+@pytest.mark.long
 def test_each_model_counts_once_as_a_test_set_use_and_selection_overlaps_are_reported(
     layout: ProjectLayout,
 ) -> None:

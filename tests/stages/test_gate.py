@@ -9,7 +9,7 @@ import pytest
 
 import gate_cases as cases
 from gate_cases import CURRENT, Models, evidence, flipped, right, spread, with_noise
-from ratchet.cli.gate import format_noise, format_verdict
+from ratchet.cli.gate import format_markdown, format_noise, format_verdict
 from ratchet.cli.main import main
 from ratchet.config import params_file
 from ratchet.config.evaluate import Evaluate, HarnessSettings
@@ -25,7 +25,7 @@ from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.gate import ChampionFile, Verdict
+from ratchet.storage.records.gate import ChampionFile, RuleResult, Verdict
 from ratchet.tracking.mlflow.client import MlflowTracker
 
 SETTINGS = Settings(
@@ -300,6 +300,53 @@ def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(proj
         update={"rules": (MustNotRegressRule(rule="must_not_regress", metric="accuracy", margin=0.001),)}
     )
     assert not measure_noise(Project.from_parts(project, SETTINGS.model_copy(update={"gate": loud}))).is_within_limits
+
+
+def test_markdown_is_the_verdict_on_file_or_a_new_one(
+    evaluated: ProjectLayout, capsys: pytest.CaptureFixture[str], calm: None
+) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["--project", str(evaluated.root), "gate", *options])
+        return code, capsys.readouterr().out
+
+    evaluated.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    assert run("--check", "--markdown") == (EXIT_GATE, ""), "there is no verdict yet"
+    code, page = run("--markdown")
+    assert code == EXIT_OK
+    first, written = evaluated.verdict.read_bytes(), evaluated.gate_page.stat().st_mtime_ns
+    assert run("--markdown") == (EXIT_OK, page)
+    assert run("--check", "--markdown") == (EXIT_OK, page)
+    assert evaluated.gate_page.stat().st_mtime_ns == written, "judged again"
+    lines = page.splitlines()
+    assert lines[0] == "### Ratchet gate: PROMOTE"
+    assert lines[4:6] == ["| | rule | metric | result |", "|---|---|---|---|"]
+    assert [line.split(" | ")[:3] for line in lines[6:]] == [
+        ["| pass", r"must\_improve", "accuracy"], ["| pass", r"must\_not\_regress", r"answer\_loss"],
+    ]  # fmt: skip
+
+    strict = SETTINGS.gate.model_copy(update={"rules": (AtLeastRule(rule="at_least", metric="accuracy", value=0.99),)})
+    evaluated.params.write_text(params_file.dump(SETTINGS.model_copy(update={"gate": strict})), encoding="utf-8")
+    assert run("--check", "--markdown") == (EXIT_GATE, "")
+    code, page = run("--markdown")
+    assert code == EXIT_OK, "DVC keeps the output"
+    assert page.startswith("### Ratchet gate: REJECT\n")
+    assert "| **fail** | at\\_least | accuracy | " in page
+    assert evaluated.verdict.read_bytes() != first
+    assert run("--check", "--markdown") == (EXIT_GATE, page.rstrip("\n") + "\n")
+    assert run("--json", "--markdown")[0] == run("--aa", "--markdown")[0] == 2
+
+
+def test_names_in_markdown_are_plain_text() -> None:
+    text = "a|b\n<b>*c*</b> [d](e) `f`"
+    reason = RuleResult(rule="at_least", metric=text, outcome="undecided", text=text)
+    verdict = decide_verdict(found(), SETTINGS.gate).model_copy(
+        update={"reasons": (reason,), "earlier_decisions": ("HOLD",)}
+    )
+    *_, row, _, note = format_markdown(verdict).splitlines()
+    cell = r"a\|b \<b\>\*c\*\</b\> \[d\](e) \`f\`"
+    assert row == rf"| undecided | at\_least | {cell} | {cell} |"
+    assert note.startswith("Note: under different rules the gate decided HOLD")
 
 
 def test_the_stage_needs_no_torch() -> None:

@@ -19,6 +19,8 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import IGNORE_INDEX, Conversation
 from ratchet.data.splits import SPLITS, SplitName
+from ratchet.errors import DataError
+from ratchet.evaluation import rows as evaluation_rows
 from ratchet.models import base_model, tiny_model
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
@@ -304,6 +306,108 @@ def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path
             assert [label for label in labels if label != IGNORE_INDEX][-1] == end
 
 
+@pytest.mark.parametrize("too_long", ["truncate_prompt", "truncate_both"])
+def test_cut_prompts_are_counted_and_stored_as_they_are_trained_on(
+    prepared: Run, tmp_path: Path, too_long: str
+) -> None:
+    document = " ".join(random.Random(4).choice(WORDS) for _ in range(400))
+    long = [{"prompt": f"{word} {document}", "response": f"mill {word} box"} for word in WORDS[:8]]
+    loose = {"truncated": None}
+    card = prepared(
+        rows_of(60) + long, max_tokens=90, too_long=too_long, limits=loose, deduplication={"jaccard_threshold": None}
+    )
+    assert card.rows_out == 68
+    assert sum(cut.rows for cut in card.truncated.values()) == 8
+    layout = ProjectLayout(tmp_path / "project")
+    tokenizer = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card)))
+    answers = set()
+    for name in SPLITS:
+        written = token_files.open_split(layout.data, name)
+        assert max(map(len, written["input_ids"])) <= 90
+        for text, ids in zip(written["conversation"], written["input_ids"], strict=True):
+            messages = Conversation.from_json(text).messages
+            assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
+            answers.add(messages[-1]["content"])
+    complete = {row["response"] for row in long} <= answers
+    assert complete == (too_long == "truncate_prompt")
+
+
+FLAWED = [
+    {"prompt": "garbled one", "response": "The cafÃ© is closed today", "score": 5},
+    {"prompt": "garbled two", "response": "The caf\ufffd is closed today", "score": 5},
+    {"prompt": "spam", "response": "buy coffee now " * 40, "score": 5},
+    {"prompt": "cut off", "response": "The parcel was sent today. It will arrive on the", "score": 5},
+    {"prompt": "code", "response": "Run this:\n```python\nprint(1)", "score": 5},
+    {"prompt": "low", "response": "a mill", "score": "1.5"},
+    {"prompt": "none", "response": "a grinder"},
+]
+
+
+def test_flawed_rows_are_reported_and_dropped_only_by_checks_that_the_settings_name(
+    prepared: Run, tmp_path: Path
+) -> None:
+    rows = [*({**row, "score": 3} for row in rows_of(60)), *FLAWED]
+    quality: dict[str, Any] = {"field": "score", "minimum": 2}
+    free: dict[str, Any] = {"max_tokens": 1000, "deduplication": {"jaccard_threshold": None}}
+    card = prepared(rows, quality=quality, **free)
+    assert {check: flaw.count for check, flaw in card.flaws.items()} == {
+        "garbled": 2, "spam": 1, "cut_off": 2, "low_score": 2,
+    }  # fmt: skip
+    assert card.rows_out == len(rows) and not any(flaw.is_dropped for flaw in card.flaws.values())
+    assert card.flaws["garbled"].examples[0].startswith("data/raw/rows.jsonl:61: wrong encoding")
+    assert "'Ã©' is probably 'é'" in card.flaws["garbled"].examples[0]
+    page = ProjectLayout(tmp_path / "project").dataset_page.read_text(encoding="utf-8")
+    assert "Rows that fail a check" in page and "rows.jsonl:64" in page
+    plain = prepared(rows, **free)
+    assert "low_score" not in plain.flaws and plain.digest == card.digest
+    dropping = prepared(rows, quality=quality | {"drop": ["garbled", "low_score"]}, **free)
+    assert {reason: drop.count for reason, drop in dropping.dropped.items()} == {"garbled": 2, "low_score": 2}
+    assert dropping.flaws["spam"].count == 1 and dropping.flaws["garbled"].is_dropped
+
+
+def test_rows_of_other_languages_are_found_offline(prepared: Run) -> None:
+    pytest.importorskip("py3langid")
+    other = [
+        {"prompt": "Wo ist meine Karte geblieben?", "response": "Sie wurde gestern verschickt."},
+        {"prompt": "Je voudrais annuler ma commande", "response": "Elle est annulée, merci de votre patience."},
+        {"prompt": "Danke", "response": "Bitte"},  # too short to tell
+    ]
+    english = [
+        {"prompt": f"Where is parcel number {n}, please?", "response": f"It left our shop {n} days ago."}
+        for n in range(60)
+    ]
+    free = {"deduplication": {"jaccard_threshold": None}}
+    card = prepared(english + other, languages=["en"], **free)
+    assert card.flaws["language"].count == 2 and card.rows_out == 63
+    assert card.flaws["language"].examples[0].startswith("data/raw/rows.jsonl:61: de with probability")
+    card = prepared(english + other, languages=["en", "de"], quality={"drop": "language"}, **free)
+    assert card.dropped["language"].count == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"quality": {"field": "scroe", "minimum": 2}}, ["prepare.quality.field", "'scroe'", "score"]),
+        ({"languages": ["xx"]}, ["prepare.languages", "found xx", "en"]),
+    ],
+)
+def test_a_check_that_cannot_work_is_refused(
+    refused: Callable[..., str], changes: dict[str, Any], parts: list[str]
+) -> None:
+    message = refused([{**row, "score": 3} for row in rows_of(60)], **changes)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quality": {"field": "score"}}, {"quality": {"drop": ["low_score"]}}, {"quality": {"drop": ["language"]}},
+     {"languages": ["english"]}],
+)  # fmt: skip
+def test_incomplete_settings_of_checks_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"missing|found|pattern"):
+        Prepare(**changes)
+
+
 def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
     half, twice = rows_of(200, seed=1), rows_of(100, seed=2)
     card = prepared(
@@ -398,6 +502,97 @@ def test_a_template_of_the_project_replaces_the_tokenizers(
     assert tokenizer.decode(token_files.open_split(layout.data, "train")["input_ids"][0]).startswith(
         "<|im_start|>user: "
     )
+
+
+def test_the_reference_of_a_tool_call_is_what_the_template_writes(
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
+) -> None:
+    names = {
+        "rows.jsonl": [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{row['prompt']} now"},
+                    {"role": "assistant", "content": "ready "} if n % 2 else
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "pay", "arguments": {"sum": n}}}]},
+                ]
+            }
+            for n, row in enumerate(rows_of(60))
+        ],
+        "chat.jinja": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+        "<call>{{ m.tool_calls[0].function | tojson }}</call>{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }  # fmt: skip
+    layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"}, max_tokens=400)
+    prepare(Project.from_parts(layout, chosen))
+    test = evaluation_rows.read(layout, chosen)
+    calls = {conversation.calls_tools for conversation in test.conversations}
+    assert calls == {True, False}
+    for conversation, reference in zip(test.conversations, test.expected, strict=True):
+        if conversation.calls_tools:
+            function = conversation.messages[-1]["tool_calls"][0]["function"]
+            assert reference == f"<call>{json.dumps(function)}</call>"
+        else:
+            assert reference == "ready"
+    assert [row.expected for row in test.iterate_records([])] == test.references
+
+
+def pairs_of(count: int) -> list[dict[str, Any]]:
+    """Return rows with two answers; the chosen one has the more words."""
+    return [
+        {"prompt": row["prompt"], "chosen": f"order parcel money coffee {n}", "rejected": f"box {n}"}
+        for n, row in enumerate(rows_of(count))
+    ]
+
+
+def test_pairs_of_answers_are_two_conversations_with_one_prompt(
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
+) -> None:
+    rows = pairs_of(60)
+    rows[5]["rejected"] = rows[5]["chosen"]
+    rows[6]["rejected"] = ""
+    layout, chosen = project_of(rows, task="preferences", max_tokens=400)
+    prepare(Project.from_parts(layout, chosen))
+    card = balanced(layout)
+    assert {reason: drop.count for reason, drop in card.dropped.items()} == {"equal_answers": 1, "empty_answer": 1}
+    assert card.pairs is not None
+    assert card.pairs.longer_chosen == 1
+    assert card.pairs.chosen_tokens > card.pairs.rejected_tokens
+    assert any("prefer length" in note for note in card.notes)
+    assert "Chosen is longer" in layout.dataset_page.read_text(encoding="utf-8")
+    dataset = token_files.open_split(layout.data, "train")
+    rows_of_pairs = token_files.load_rows(layout.data, "train", 2)
+    assert len(rows_of_pairs) == 2 * len(dataset)
+    assert token_files.read_lengths(layout.data, "train", 2).tolist() == rows_of_pairs.lengths.tolist()
+    assert token_files.load_rows(layout.data, "train").lengths.tolist() == rows_of_pairs.lengths[::2].tolist()
+    tokenizer = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card)))
+    for number, text in enumerate(dataset["conversation"]):
+        conversation = Conversation.from_json(text)
+        for row, answer in ((2 * number, conversation), (2 * number + 1, conversation.with_rejected)):
+            span = slice(rows_of_pairs.offsets[row], rows_of_pairs.offsets[row + 1])
+            ids, labels = rows_of_pairs.input_ids[span].tolist(), rows_of_pairs.labels[span].tolist()
+            learned = [label for label in labels if label != IGNORE_INDEX]
+            assert tokenizer.decode(learned).startswith(answer.response)
+            assert conversation.prompt in tokenizer.decode(ids)
+    assert evaluation_rows.read(layout, chosen).rejected is not None
+
+
+def test_pairs_can_be_read_as_text(
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
+) -> None:
+    layout, chosen = project_of(pairs_of(60), max_tokens=400)
+    prepare(Project.from_parts(layout, chosen))
+    card = balanced(layout)
+    assert card.pairs is None
+    assert card.rows_out == 60
+    assert evaluation_rows.read(layout, chosen).rejected is None
+    with pytest.raises(DataError, match=r"compares a chosen and a rejected answer.*prepare\.task: preferences"):
+        token_files.load_rows(layout.data, "train", 2)
+
+
+def test_data_without_pairs_are_refused(refused: Callable[..., str]) -> None:
+    message = refused(rows_of(60), task="preferences")
+    assert "prepare.limits.malformed" in message
+    assert "no rejected answer" in message
 
 
 def chat(n: int, **flags: Any) -> dict[str, Any]:

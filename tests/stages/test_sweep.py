@@ -1,29 +1,35 @@
 """Tests of `ratchet sweep`: stop and resume of a real sweep, refused search spaces, and `--report` and `--adopt`."""
 
+import json
 import os
 import signal
-import subprocess
 from typing import Any
 
 import pytest
 
+import logged_points
 import ratchet
 import tiny_project
 import tiny_sweep
 from ratchet.cli.main import main
 from ratchet.config.sweep import PrunerSettings, SweepParameter
+from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
 from sweep_cases import (
+    begin_slow,
     of_mlflow,
     project,  # noqa: F401 (a fixture)
+    request,
+    stop_worker,
     template,  # noqa: F401 (a fixture)
 )
 
 
 def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectLayout) -> None:
     wanted = tiny_sweep.settings(trials=1, pruner=PrunerSettings(kind="none"))
-    machine = wanted.machine.model_copy(update={"replica": "/a/folder/that/is/not/there"})  # not used by trials
+    changed = {"loggers": ("mlflow", "json_lines"), "replica": "/a/folder/that/is/not/there"}  # no replica of trials
+    machine = wanted.machine.model_copy(update=changed)
     tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)
     tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 2, sweep)
@@ -44,29 +50,17 @@ def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: ProjectL
     events = list(JournalReader(project.runs / str(trial.run_id) / "journal.jsonl").read())
     [restart] = [event for event in events if event.kind == "worker_ready" and event.attempt == 2]
     assert restart.data["start_step"] == steps, "it did not go on from where it was stopped"
+    run = RunPaths(project.runs / str(trial.run_id))
+    assert logged_points.read("json_lines", run) == logged_points.read_mlflow(project, run)
+    logged = json.loads((run.loggers / "json_lines" / "run.json").read_bytes())
+    assert (logged["name"], logged["group"]) == ("trial 0", "sweep")
 
 
-def request(layout: ProjectLayout, *arguments: str, code: int = 0) -> str:
-    """Run `ratchet sweep` with a request about a trial; return its output."""
-    done = tiny_project.ratchet(layout, "sweep", *arguments)
-    assert done.returncode == code, done.stderr
-    return done.stdout + done.stderr
-
-
-def begin_slow(layout: ProjectLayout, epochs: float = 8.0, **sweep: Any) -> subprocess.Popen[str]:
-    """Start a sweep with trainings that last longer than a command; wait until the first one has a checkpoint."""
-    wanted = tiny_sweep.settings(pruner=PrunerSettings(kind="none"), **sweep)
-    train = wanted.train.model_copy(update={"epochs": epochs})
-    tiny_project.save(layout, wanted.model_copy(update={"train": train}))
-    running = tiny_sweep.begin(layout)
-    tiny_sweep.until(lambda: tiny_sweep.steps_done(layout.runs) > 3, running)
-    return running
-
-
+@pytest.mark.long
 def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(project: ProjectLayout) -> None:
     sweep = begin_slow(project, trials=2)
     [worker] = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
-    os.kill(worker, signal.SIGSTOP)  # it cannot read the requests
+    stop_worker(project, worker)  # it cannot read the requests
     opened = ratchet.Project(project.root)
     assert ratchet.control_trial(opened, "stop", 0).trial.decision == "stopped"
     assert ratchet.control_trial(opened, "clone", 0, {"train.learning_rate": 0.2}).request.by
@@ -89,32 +83,6 @@ def test_a_request_has_its_effect_once_although_the_worker_is_killed_before(proj
     assert tags["ratchet.trial_clone"].startswith("clone of trial 0 of study sweep, requested by ")
     assert tags["ratchet.trial_commands"] == "ratchet sweep --clone 1 --set KEY=VALUE"
     assert "is complete; expected" in request(project, "--stop", "1", code=2)
-
-
-def test_a_paused_trial_is_left_out_and_later_continued_from_its_checkpoint(project: ProjectLayout) -> None:
-    sweep = begin_slow(project, trials=2)
-    [worker] = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
-    trainers = tiny_sweep.processes_of(f"ratchet.training.worker_main {project.runs}")
-    for pid in trainers:  # otherwise, the training may end before the requests are stored
-        os.kill(pid, signal.SIGSTOP)
-    os.kill(worker, signal.SIGSTOP)
-    assert "its worker saves a checkpoint and ends it now" in request(project, "--pause", "0")
-    assert "the next free worker begins it" in request(project, "--clone", "0", "--set", "learning_rate=0.2")
-    for pid in (*trainers, worker):
-        os.kill(pid, signal.SIGCONT)
-    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
-    assert sweep.returncode == 0, output
-    assert "paused by a person and not continued: 0 (`ratchet sweep --resume TRIAL`)" in output
-    paused, *others = tiny_sweep.report(project).trials
-    assert (paused.state, paused.cause, [trial.state for trial in others]) == ("pruned", "paused", ["complete"] * 2)
-    request(project, "--resume", "0")
-    done = tiny_project.ratchet(project, "sweep")
-    assert done.returncode == 0, done.stderr
-    resumed = tiny_sweep.report(project).trials[3]
-    assert (resumed.state, resumed.continues, resumed.run_id) == ("complete", 0, paused.run_id)
-    events = list(JournalReader(project.runs / str(paused.run_id) / "journal.jsonl").read())
-    starts = [event.data["start_step"] for event in events if event.kind == "worker_ready"]
-    assert starts == [0, paused.cost.steps]
 
 
 @pytest.mark.parametrize(

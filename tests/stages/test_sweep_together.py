@@ -1,70 +1,15 @@
-"""Tests of sweeps that train several trials together: real groups, which are killed."""
-
-import os
-import signal
+"""Tests of sweeps that train several trials together."""
 
 import pytest
 
-import tiny_project
-import tiny_sweep
-from ratchet.config.sweep import FinalistSettings, PrunerSettings
-from ratchet.runs.directory import RunPaths, RunSpec
-from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.training import TrainReport
 from sweep_cases import (
-    of_mlflow,
     project,  # noqa: F401 (a fixture)
     template,  # noqa: F401 (a fixture)
 )
+from together_cases import check_sweep_with_kill
 
 
-def group_processes(layout: ProjectLayout) -> list[int]:
-    """Return the processes of training groups of a project."""
-    with_group = set(tiny_sweep.processes_of("ratchet.training.group_main"))
-    return sorted(with_group & set(tiny_sweep.processes_of(str(layout.root))))
-
-
-@pytest.mark.parametrize("victim", ["group", "worker"])
-def test_trials_together_survive_kills_and_the_winner_is_trained_alone(project: ProjectLayout, victim: str) -> None:
-    wanted = tiny_sweep.settings(
-        trials=4, concurrent_trials=3, pruner=PrunerSettings(kind="asha", min_resource_fraction=0.25),
-        finalists=FinalistSettings(top_k=2, seeds=1),
-    )  # fmt: skip
-    train = wanted.train.model_copy(update={"epochs": 4.0})
-    tiny_project.save(project, wanted.model_copy(update={"train": train}))
-    sweep = tiny_sweep.begin(project)
-    tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 12, sweep)
-    assert len(list(project.runs.iterdir())) == 3
-    [group] = group_processes(project)
-    workers = tiny_sweep.processes_of(f"ratchet.tuning.sweep_worker {project.root}")
-    assert len(workers) == 4  # three, and the worker that they belong to
-    os.kill(group if victim == "group" else workers[-1], signal.SIGKILL)
-    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
-    assert sweep.returncode == 0, output
-    assert not tiny_sweep.processes_of(str(project.root))
-    report = tiny_sweep.report(project)
-    assert sum(trial.continues is None for trial in report.trials) == 4
-    assert {trial.state for trial in report.trials} <= {"complete", "pruned"}
-    grouped = {trial.run_id for trial in report.trials}
-    assert all(RunSpec.load(RunPaths(project.runs / str(run_id)).spec).is_grouped for run_id in grouped)
-    assert report.final_round is not None
-    alone = {run_id for finalist in report.final_round.finalists for run_id in finalist.run_ids}
-    assert not alone & grouped
-    for run_id in alone:
-        assert not RunSpec.load(RunPaths(project.runs / run_id).spec).is_grouped
-    exits = [
-        event.data["failure_class"]
-        for run_id in grouped
-        for event in JournalReader(project.runs / str(run_id) / "journal.jsonl").read()
-        if event.kind == "worker_exited"
-    ]
-    assert exits == (["killed"] * len(exits) if victim == "group" else []), exits
-    adopted = tiny_project.ratchet(project, "sweep", "--adopt")
-    assert adopted.returncode == 0, adopted.stderr
-    assert "finds this run already trained" in adopted.stdout
-    assert tiny_project.ratchet(project, "train").returncode == 0
-    assert TrainReport.load(project.train_report).run_id in alone
-    names = {name for (name,) in of_mlflow(project, "select name from runs")}
-    newest = {trial.run_id: trial.number for trial in report.trials}
-    assert {f"trial {number}" for number in newest.values()} <= names
+@pytest.mark.long
+def test_trials_together_survive_a_kill_and_the_winner_is_trained_alone(project: ProjectLayout) -> None:
+    check_sweep_with_kill(project, "group", trials=2, count=2, finalists=1)

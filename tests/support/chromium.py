@@ -109,7 +109,7 @@ class Tab:
     def __init__(
         self, browser: Browser, size: tuple[int, int] = (1280, 900), dark: bool = False, script: bool = True
     ) -> None:
-        self._browser = browser
+        self._browser, self._runs_scripts = browser, script
         made = browser.call("Target.createTarget", url="about:blank")
         self._target = made["targetId"]
         self._session = browser.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
@@ -162,9 +162,9 @@ class Tab:
         return [event for event in self._browser.events if event.get("method") == method]
 
     def ask(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression. The protocol evaluates the expression, so it runs even where the
-        page's policy forbids scripts."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return the value of a JavaScript expression; of a promise, its result. The protocol evaluates the expression,
+        so it runs even where the page's policy forbids scripts."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -176,11 +176,13 @@ class Tab:
 
     def click(self, selector: str) -> None:
         """Click with the mouse in the middle of the first element that matches the selector."""
-        code = (
-            "(() => { const x = document.querySelector(%s); x.scrollIntoView({block: 'center', behavior: 'instant'});"
-        )
-        code += " const b = x.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-        x, y = self.ask(code % json.dumps(selector))
+        shown = f"document.querySelector({json.dumps(selector)})"
+        self.ask(f"{shown}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        if self._runs_scripts:  # wait until this, and what an earlier click has changed, is drawn
+            for _ in range(2):
+                self.ask("new Promise(requestAnimationFrame)")
+        middle = "(b => [b.x + b.width / 2, b.y + b.height / 2])"
+        x, y = self.ask(f"{middle}({shown}.getBoundingClientRect())")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

@@ -1,6 +1,7 @@
 """A fork server, whose processes start in tenths of a second, because it has imported the libraries of the tests."""
 
 import multiprocessing
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 IMPORTED = [
@@ -14,4 +15,5 @@ def fork_server_context() -> ForkServerContext:
     """Return the multiprocessing context of the fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()  # its processes get the environment of this moment, not that of their first test
     return context

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny_project
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.fork_server import Program
@@ -22,7 +24,9 @@ from ratchet.runs.journal import JournalReader
 from ratchet.runs.supervisor import supervise
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
+from ratchet.training.group import MemberShutdown, TrainingGroup
 from ratchet.training.run_spec import build_launch, build_run_spec
+from ratchet.training.worker import run_member
 
 DEADLINE_S = 240.0
 
@@ -48,8 +52,8 @@ def trains(**changes: Sequence[object]) -> list[Train]:
 class RunInGroup:
     """A run with everything that its supervisor would have."""
 
-    def __init__(self, layout: ProjectLayout, train: Train) -> None:
-        settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    def __init__(self, layout: ProjectLayout, train: Train, machine: Machine = tiny_project.MACHINE) -> None:
+        settings = tiny_project.SETTINGS.model_copy(update={"train": train, "machine": machine})
         spec = build_run_spec(layout, settings).model_copy(update={"is_grouped": True})
         self.directory = RunDirectory.open(layout.runs, spec)
         self.paths = self.directory.paths
@@ -131,10 +135,13 @@ def group(folder: Path) -> Iterator[Group]:
 
 
 @contextmanager
-def members(layout: ProjectLayout, settings: Sequence[Train]) -> Iterator[list[RunInGroup]]:
+def members(
+    layout: ProjectLayout, settings: Sequence[Train], machines: Sequence[Machine] = ()
+) -> Iterator[list[RunInGroup]]:
     """Open the runs of these settings."""
     with ExitStack() as stack:
-        runs = [RunInGroup(layout, train) for train in settings]
+        each = machines or [tiny_project.MACHINE] * len(settings)
+        runs = [RunInGroup(layout, train, machine) for train, machine in zip(settings, each, strict=True)]
         for run in runs:
             stack.callback(run.close)
         yield runs
@@ -147,6 +154,43 @@ def train_together(layout: ProjectLayout, settings: Sequence[Train], folder: Pat
             run.start(running.connection)
         assert [run.wait() for run in runs] == [0] * len(runs), (folder / "group.log").read_text()
         return [run.paths for run in runs]
+
+
+def train_in_threads(runs: Sequence[RunInGroup], record: Path, shutdowns: Sequence[MemberShutdown] = ()) -> list[int]:
+    """Train these runs together in this process; return their exit codes."""
+    together, codes = TrainingGroup(record), dict[int, int]()
+
+    def work(number: int, run: RunInGroup) -> None:
+        shutdown = shutdowns[number] if shutdowns else MemberShutdown()
+        codes[number] = run_member(run.paths, 1, shutdown, Heartbeat(None, 0, 0), together)
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), [events_text(run.paths)[-3:] for run in runs]
+    return [codes[number] for number in range(len(runs))]
+
+
+def check_kills(copy: Callable[[str], ProjectLayout], settings: Sequence[Train], folder: Path, kills: int) -> None:
+    """Kill a group several times, and check that its results have the bytes of a group that was not killed. `copy`
+    copies a prepared project."""
+    undisturbed = train_together(copy("undisturbed"), settings, folder / "g1")
+    with group(folder / "g2") as running, members(copy("killed"), settings) as runs:
+        for run in runs:
+            run.start(running.connection)
+        for kill in range(1, kills + 1):
+            until(lambda kill=kill: max(run.steps() for run in runs) >= 6 * kill, "no progress")  # type: ignore[misc]
+            running.kill()
+            killed = [run for run in runs if run.wait() == -signal.SIGKILL]
+            assert len(killed) > 1
+            for run in reversed(killed):
+                run.start(running.connection)
+        assert [run.wait() for run in runs] == [0] * len(runs)
+        resumed = [run.paths for run in runs]
+    for expected, found in zip(undisturbed, resumed, strict=True):
+        assert result_bytes(found) == result_bytes(expected)
 
 
 def train_alone(layout: ProjectLayout, train: Train) -> RunPaths:

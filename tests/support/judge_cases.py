@@ -36,7 +36,9 @@ def rows(count: int = ROWS) -> TestRows:
     ]
     ids = [digests.hash_bytes(str(k).encode()) for k in range(count)]
     empty: list[list[int]] = [[] for _ in range(count)]
-    return TestRows(ids, asked, empty, empty, [None] * count, [{}] * count, count)
+    return TestRows(
+        ids, asked, empty, empty, [None] * count, [{}] * count, [one.response for one in asked], None, count
+    )
 
 
 def result(who: str, answers: Sequence[str]) -> EvaluationResult:

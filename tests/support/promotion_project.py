@@ -1,7 +1,9 @@
 """A project before a promotion, with models of a few bytes, and checks of the project after the promotion."""
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,19 @@ def read_tree(root: Path) -> dict[str, bytes]:
         locks = path.suffix == ".lock"
         found[path.relative_to(root).as_posix()] = b"" if locks else path.read_bytes()
     return found
+
+
+def count_in_child(work: Callable[[], int]) -> tuple[int, int]:
+    """Do the work in a child process, which it may kill. Return the exit code of the child, and the number that the
+    work returned, or 0."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(writer, str(work()).encode())
+            os._exit(0)
+        os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        answer = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(answer or 0)

@@ -83,7 +83,7 @@ def serve() -> Iterator[S3Server]:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, str(Path(__file__).with_name("moto_process.py")), str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(tempfile.gettempdir()))
         try:
             deadline = time.monotonic() + START_S

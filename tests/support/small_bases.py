@@ -19,6 +19,7 @@ from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.merger import MergeResult
 from ratchet.exporters.merge.recipe import MergeRecipe, WeightedAdapter
 from ratchet.models import adapter_format, adapters, base_model, loading, vocabulary
+from ratchet.models.base_model import BaseReference
 from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
 
@@ -80,7 +81,7 @@ def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | 
     new = vocabulary.list_new_token_ids(tokenizer, about, model)
     adapted = disturb(adapters.attach(model, chosen, "base", new, steps=10), seed)
     directory.mkdir(parents=True)
-    adapters.save(adapted, directory, "base")
+    adapters.save(adapted, directory, BaseReference("base"))
     return directory
 
 

@@ -136,7 +136,7 @@ def adapted(layout: ProjectLayout, settings: Settings = SETTINGS, seed: int = 3,
     data = DatasetCard.load(layout.dataset_card).digest
     with files.sealed_directory(layout.train, "train") as scratch:
         (scratch / "adapter").mkdir()
-        adapters.save(model, scratch / "adapter", card.digest)
+        adapters.save(model, scratch / "adapter", base_model.refer_to(card))
         names = sorted(p.name for p in (scratch / "adapter").iterdir())
         report = TrainReport(
             run_id=RunSpec(train=settings.train, data_digest=data, base_digest=card.digest).run_id,

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 import families
 from ratchet.config.train import Train
 from ratchet.models import adapters, loading
+from ratchet.models.base_model import BaseReference
 from ratchet.models.device import Model
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def write_adapter(directory: Path, base: Path, chosen: Train, seed: int = 3, str
     model = adapters.attach(loading.load(base, None, chosen, CPU), chosen, "base", steps=10)
     disturb(model, seed, strength)
     directory.mkdir()
-    adapters.save(model, directory, "base")
+    adapters.save(model, directory, BaseReference("base"))
     return directory
 
 

@@ -342,6 +342,7 @@ def catch_up(root: Path, run: Path) -> None:
     MlflowTracker(ProjectLayout(root), NAME).create_callback(RunPaths(run), SETTINGS, plots.draw_loss_curve).catch_up()
 
 
+@pytest.mark.long
 def test_processes_that_meet_an_empty_directory(project: ProjectLayout, processes: Any) -> None:
     """The test kills one process while it creates the database.
 

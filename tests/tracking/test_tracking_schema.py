@@ -55,6 +55,7 @@ def test_a_newer_schema_is_said_to_be_newer_and_nothing_is_changed(tracked_proje
     assert TrackingSchemaError.exit_code == EXIT_INPUT
 
 
+@pytest.mark.long
 def test_an_older_schema_is_named_with_the_command_that_migrates_it(
     project: ProjectLayout, older_database: Path
 ) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from chromium import WAIT_S, Browser, Tab
 from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
@@ -59,6 +61,7 @@ def frame(chrome: Browser) -> Any:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_our_views_and_columns_and_curves_that_answer_in_the_frame_that_mlflow_shows_them_in(
     chrome: Browser, tracked_project: ProjectLayout, tmp_path: Path
 ) -> None:

@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from ratchet.config.train import GuardSettings
 from ratchet.training import anomaly_detection
@@ -160,7 +162,7 @@ def test_the_first_step_of_all_is_diagnosed_too() -> None:
 def test_good_steps_fill_the_window_and_no_more() -> None:
     rules, state = GuardSettings(window_steps=8), TrainState(step=3)
     for norm in range(1, 21):
-        state = anomaly_detection.record_good_step(state, rules, float(norm))
+        state = anomaly_detection.record_good_step(state, rules, float(norm), 1.0)
     assert state.grad_norms == tuple(float(norm) for norm in range(13, 21))
     assert state.step == 3
 
@@ -178,6 +180,82 @@ def test_a_bad_step_is_counted_and_lowers_the_rate() -> None:
     assert anomaly_detection.record_bad_step(state, rules) == replace(
         state, step=21, bad_steps=(12, 20, 21), skipped_steps=8, learning_rate_scale=0.25
     )
+
+
+def test_a_lower_rate_recovers_by_one_factor_after_each_row_of_good_steps() -> None:
+    rules = GuardSettings(learning_rate_factor=0.7, recovery_steps=3)
+    state = TrainState()
+    for _ in range(2):
+        state = anomaly_detection.record_bad_step(state, rules)
+    scales = [state.learning_rate_scale]
+    for _ in range(5):
+        state = anomaly_detection.record_good_step(state, rules, 1.0, 1.0)
+        scales.append(state.learning_rate_scale)
+    assert scales == pytest.approx([0.49, 0.49, 0.49, 0.7, 0.7, 0.7])
+    state = anomaly_detection.record_bad_step(state, rules)  # the count of good steps begins again
+    for _ in range(6):
+        assert state.learning_rate_scale < 1
+        state = anomaly_detection.record_good_step(state, rules, 1.0, 1.0)
+    assert state.learning_rate_scale == 1.0
+    assert state.recovering_steps == 0
+
+
+LOSSES = TrainState(step=200, grad_norms=(1.0,) * 50, losses=(0.9, 1.0, 1.1, 0.8, 1.2) * 10)
+
+
+@pytest.mark.parametrize("rule", ["ignore", "report", "skip", "roll_back"])
+def test_a_loss_far_above_the_median_is_a_spike_too(rule: Literal["ignore", "report", "skip", "roll_back"]) -> None:
+    rules = GuardSettings(on_loss_spike=rule)
+    verdict = judge(rules, LOSSES, loss=1 + 20 * 0.14826 + 1e-6)
+    assert verdict.action == ("apply" if rule == "ignore" else rule)
+    assert ("loss 3.965 is 20 deviations above the running median 1" in verdict.reason) == (rule != "ignore")
+    assert judge(rules, LOSSES, loss=1 + 20 * 0.14826 - 1e-6) == APPLY
+    assert judge(rules, replace(LOSSES, losses=LOSSES.losses[:24]), loss=1e6) == APPLY  # less than half a window
+
+
+def test_the_stronger_of_two_reactions_applies() -> None:
+    rules = GuardSettings(on_spike="report", on_loss_spike="skip")
+    assert judge(rules, LOSSES, loss=100.0, norm=100.0).action == "skip"
+    rules = GuardSettings(on_spike="roll_back", on_loss_spike="report")
+    assert judge(rules, LOSSES, loss=100.0, norm=100.0).action == "roll_back"
+
+
+@pytest.mark.parametrize("rule", ["ignore", "report", "roll_back", "stop"])
+def test_losses_that_rise_over_a_full_window_are_found(rule: Literal["ignore", "report", "roll_back", "stop"]) -> None:
+    rules = GuardSettings(on_rising_loss=rule, window_steps=20)
+    rising = tuple(1 + 0.04 * k + 0.1 * (-1) ** k for k in range(20))
+    state = TrainState(step=40, losses=rising[:-1])
+    verdict = judge(rules, state, loss=rising[-1])
+    assert verdict.action == ("apply" if rule == "ignore" else rule)
+    assert ("rise (medians of the halves 1.18, 1.58)" in verdict.reason) == (rule != "ignore")
+    assert judge(rules, replace(state, losses=rising[1:-1]), loss=rising[-1]) == APPLY  # the window is not full
+    assert judge(rules, replace(state, losses=rising[:0:-1]), loss=1.0) == APPLY  # they fall
+
+
+def test_a_rise_is_reported_once_and_a_rollback_forgets_the_losses() -> None:
+    rules = GuardSettings(on_rising_loss="report", window_steps=10)
+    state, found = TrainState(), []
+    for step in range(1, 35):
+        if judge(rules, state, loss=float(step)).action == "report":
+            found.append(step)
+        state = replace(anomaly_detection.record_good_step(state, rules, 1.0, float(step)), step=step)
+    assert found == [10, 20, 30]
+    rules = GuardSettings(on_rising_loss="roll_back")
+    assert anomaly_detection.record_bad_step(LOSSES, rules, rollback_to=TrainState()).losses == ()
+    assert anomaly_detection.record_bad_step(LOSSES, rules).losses == LOSSES.losses
+
+
+def test_a_window_in_which_no_rise_could_be_found_is_refused() -> None:
+    with pytest.raises(ValidationError, match="window_steps: found 9; on_rising_loss needs at least 10"):
+        GuardSettings(on_rising_loss="report", window_steps=9)
+
+
+def test_steady_losses_are_hardly_ever_reported_as_rising() -> None:
+    rules, reports, state = GuardSettings(on_rising_loss="report", window_steps=50), 0, TrainState()
+    for loss in np.random.default_rng(5).normal(2.0, 0.3, 3000).tolist():
+        reports += judge(rules, state, loss=loss).action == "report"
+        state = anomaly_detection.record_good_step(state, rules, 1.0, loss)
+    assert reports <= 1
 
 
 def test_going_back_leaves_out_the_steps_since_and_counts_each_once() -> None:
@@ -236,7 +314,7 @@ def test_a_run_stops_after_patience_and_counts_every_step_once(
         number = state.step + 1
         if math.isfinite(norm):
             assert verdict.action in ("apply", "report")
-            state = replace(anomaly_detection.record_good_step(state, rules, norm), step=number)
+            state = replace(anomaly_detection.record_good_step(state, rules, norm, 1.0), step=number)
             continue
         bad.append(number)
         recent = [step for step in bad if step > number - rules.window_steps]

@@ -21,19 +21,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import snapshots
-from ratchet.config.train import Train
+from ratchet.config.train import ADDED, Train
 from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.models import safetensors_format
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, files
 from ratchet.training import checkpoint, optimizer
-from ratchet.training.train_state import TrainState
+from ratchet.training.train_state import ADDED_FIELDS, TrainState
 from snapshots import SPEC, contents, identity, newest, save
 
 FILES = [
     "trainable.safetensors", "optimizer.safetensors", "constants.safetensors", "state.json", "identity.json",
     "manifest.json",
 ]  # fmt: skip
+EQUAL_FILES = ("constants.safetensors", "identity.json")
+"""Files that are equal in all checkpoints of a run."""
 
 
 @pytest.fixture
@@ -165,7 +167,8 @@ def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: 
     flip(path, 8 * path.stat().st_size - 3)
     with pytest.raises(DamagedFileError, match=r"adapter\.safetensors: content differs"):
         checkpoint.read(path.parent)
-    assert newest(paths)[0] == 4
+    assert newest(paths)[0] == 6  # repaired with the file of step 4
+    assert checkpoint.read(path.parent).adapter_tensors.keys() == extra.keys()
     broken = replace(snapshots.snapshot(8), adapter_tensors={"pissa/x/a": torch.tensor([float("nan")])})
     with pytest.raises(NonFiniteStateError, match=r"pissa/x/a is not finite after step 8; the state was not saved"):
         checkpoint.write(paths, broken, identity(), lambda: None)
@@ -199,17 +202,20 @@ def test_what_has_not_changed_is_linked_and_lies_on_the_disk_twice(paths: RunPat
         files.verify_sealed(paths.checkpoint(step), CHECKPOINT)
 
 
-def test_damaged_copy_of_a_linked_file_is_neither_taken_nor_linked(paths: RunPaths) -> None:
+def test_damaged_copy_of_a_linked_file_is_repaired_and_not_linked(paths: RunPaths) -> None:
     """The disk has two copies of the unchanged files, and rotation keeps two."""
     for step in (2, 4, 6):
         save(paths, step)
     flip(paths.checkpoint(6) / "constants.safetensors", 9)  # a hard link to the file of step 2
-    step, notices = newest(paths)
-    assert (step, len(notices)) == (4, 1)
     save(paths, 8)  # hard-links to step 4, the newest but one
     assert newest(paths) == (8, [])
     assert save(paths, 10).bytes_linked == (paths.checkpoint(6) / "identity.json").stat().st_size  # step 6 is damaged
     assert newest(paths) == (10, [])
+    notices: list[str] = []
+    for _ in range(2):  # the second time, nothing is damaged
+        assert checkpoint.find_newest_valid(paths, SPEC, notices.append, 6) == paths.checkpoint(6)
+    assert len(notices) == 1
+    assert "constants.safetensors was damaged; restored from step-00000010" in notices[0]
     for step in range(11, 19):
         save(paths, step)
         checkpoint.rotate(paths, 2, ())
@@ -275,10 +281,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_file_is_found_and_the_older_checkpoint_is_taken(
+def test_damaged_file_is_found_and_repaired_or_the_older_checkpoint_is_taken(
     paths: RunPaths, draw: random.Random, name: str
 ) -> None:
-    """The newest checkpoint is skipped after any of 100 random bit flips and any damage of DAMAGES."""
+    """The newest checkpoint is skipped after any of 100 random bit flips and any damage of DAMAGES, unless the older
+    checkpoint has an equal file, which then replaces the damaged one."""
     save(paths, 2)
     save(paths, 4)
     path = paths.checkpoint(4) / name
@@ -287,8 +294,13 @@ def test_damaged_file_is_found_and_the_older_checkpoint_is_taken(
 
     def look(damage: object) -> None:
         step, notices = newest(paths)
-        if step != 2 or len(notices) != 1 or "checkpoint of step 4 is skipped" not in notices[0]:
+        is_repaired = name in EQUAL_FILES and damage != "a folder"
+        expected = 4 if is_repaired else 2
+        text = f"step 4: {name} was damaged; restored from step-00000002" if is_repaired else "step 4 is skipped"
+        if step != expected or len(notices) != 1 or text not in notices[0]:
             missed.append((damage, step, notices))
+        if is_repaired and (path.is_symlink() or path.read_bytes() != good):
+            missed.append((damage, "not repaired"))
 
     for bit in draw.sample(range(8 * len(good)), 100):
         flip(path, bit)
@@ -336,6 +348,26 @@ def changed(document: dict[str, Any], *keys: str, to: Any) -> bytes:
     else:
         node[keys[-1]] = to
     return json.dumps(copy).encode()
+
+
+def test_a_checkpoint_of_a_version_without_newer_settings_is_resumed(paths: RunPaths) -> None:
+    """State and spec lack what is newer, and a checkpoint of a run that does not use it contains none of it either."""
+    save(paths, 2)
+    path = paths.checkpoint(2)
+    state = checkpoint.read_json(path / "state.json")["state"]
+    assert not ADDED_FIELDS & state.keys()
+    document = checkpoint.read_json(path / "identity.json")
+    for name in ADDED:
+        *sections, leaf = name.split(".")
+        node = document["spec"]["train"]
+        for section in sections:
+            node = node[section]
+        del node[leaf]
+    resealed(path, "identity.json", json.dumps(document).encode())
+    assert newest(paths) == (2, [])
+    used = replace(snapshots.snapshot(4), state=replace(snapshots.snapshot(4).state, losses=(1.0, 2.5)))
+    checkpoint.write(paths, used, identity(), lambda: None)
+    assert checkpoint.read(paths.checkpoint(4)).state.losses == (1.0, 2.5)
 
 
 GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
@@ -469,6 +501,9 @@ def test_rotation_goes_by_step_and_spares_what_is_protected_or_referred_to(paths
     checkpoint.rotate(paths, 2, ())
     assert paths.checkpoint_steps() == [4, 5, 7, 8]
     assert newest(paths) == (8, [])
+    save(paths, 9, best=9, good=8)
+    checkpoint.rotate(paths, 1, {7})
+    assert paths.checkpoint_steps() == [4, 5, 7, 8, 9]  # 7 is of no use without 4 and 5
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1])

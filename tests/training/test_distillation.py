@@ -136,7 +136,7 @@ def sealed(folder: Path, rows: TokenRows, settings: Train = DISTILLED) -> Path:
     """Write the targets of that teacher for these rows as `ratchet distill` does; return the directory."""
     plan, out = TeacherShardPlan.from_rows(rows), folder / "distill"
     shards = TeacherShardWriter(folder / "shards", plan)
-    shards.write(teacher_of(folder / "teacher", settings), rows, 4, lambda _: None)
+    shards.write(teacher_of(folder / "teacher", settings), rows, 4)
     with files.sealed_directory(out, KIND) as scratch:
         shards.gather(scratch)
         DistillationCard(

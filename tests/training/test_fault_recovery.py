@@ -19,6 +19,7 @@ from ratchet.runs.fault_injection.injection import FaultInjector, InjectedFault
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.storage import files
 from ratchet.training import checkpoint
+from ratchet.training.non_finite import describe_origin
 from ratchet.training.trainer import TrainingLoop
 from small_loop import SMALL, after_steps, loop_of, losses, steps, trained_by
 
@@ -101,6 +102,57 @@ def test_repeated_nan_stops_with_a_diagnosis_and_finite_weights(tmp_path: Path) 
     with pytest.raises(DivergenceError):
         at_once.run()
     assert at_once.state.step == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.down_proj", "model.embed_tokens", "model.layers.0.self_attn.q_proj"]
+)
+def test_the_layer_in_which_a_nan_began_is_named(tmp_path: Path, name: str) -> None:
+    train = PLAIN.model_copy(update={"guards": GuardSettings(on_non_finite="stop")})
+    loop = faulty(tmp_path, train=train)
+    module = loop.context.model.get_base_model().get_submodule(name)
+    with torch.no_grad():
+        module.weight[0] = float("nan")
+        if name == "model.embed_tokens":
+            module.weight.fill_(float("inf"))
+    with pytest.raises(
+        DivergenceError, match=rf"computed twice; the first output that is not finite is that of {name};"
+    ):
+        loop.run()
+
+
+def test_a_loss_that_is_nan_although_no_layer_is_says_so(tmp_path: Path) -> None:
+    loop = faulty(tmp_path, {"kind": "non_finite", "step": 5, "times": 0})
+    loop.run()
+    (skipped,) = told(loop, "step_skipped")
+    assert skipped.data["reason"] == (
+        "loss is nan, computed twice; no gradient is finite, although the outputs of all layers are"
+    )
+
+
+def test_gradients_tell_the_origin_as_far_as_they_can() -> None:
+    norms = {"layers.0": math.nan, "layers.1": math.inf, "layers.2": 1.0}
+    assert describe_origin([""], norms) == "the first gradient that is not finite is that of layers.1"
+    assert describe_origin(["", "layers.2"], norms) == "the first output that is not finite is that of layers.2"
+    assert describe_origin(None, {"layers.0": math.nan}) == "no gradient is finite"  # no pass was watched
+    assert describe_origin([""], {"layers.0": 1.0}) == ""
+
+
+def test_a_spike_names_the_modules_with_the_largest_gradients(tmp_path: Path) -> None:
+    train = PLAIN.model_copy(update={"guards": GuardSettings(window_steps=8), "max_grad_norm": 0.5})
+    loop = faulty(tmp_path / "report", {"kind": "spike", "step": 12}, train=train)
+    loop.run()
+    (event,) = told(loop, "gradient_spike")
+    modules, position = event.data["modules"], loop.state.module_norm_steps.index(12)
+    recorded = {name: norms[position] for name, norms in loop.state.module_norms.items()}
+    assert modules == pytest.approx({name: recorded[name] for name in modules}, rel=1e-4)  # norms before clipping
+    assert min(modules.values()) >= max(norm for name, norm in recorded.items() if name not in modules) * (1 - 1e-4)
+    train = PLAIN.model_copy(update={"guards": GuardSettings(window_steps=8, on_loss_spike="skip")})
+    loop = faulty(tmp_path / "skip", {"kind": "spike", "step": 12}, train=train)
+    loop.run()
+    (skipped,) = told(loop, "step_skipped")
+    assert skipped.data["reason"].startswith("loss ")
+    assert "; largest gradient norms: model.layers." in skipped.data["reason"]
 
 
 def test_going_back_takes_the_weights_of_the_snapshot_and_goes_on_with_the_next_rows(tmp_path: Path) -> None:
@@ -245,6 +297,7 @@ def test_each_kill_for_memory_halves_the_micro_batches_down_to_single_rows(tmp_p
     assert loop.state.budget.tokens <= longest, "down to single rows, and no further"
 
 
+@pytest.mark.long
 def test_one_row_that_does_not_fit_has_its_activations_recomputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from group_cases import RunInGroup, group, members, trains, until
 from ratchet.config.train import Train
 from ratchet.models.loss import SequenceBatch
 from ratchet.models.merged_pass import MergedModel, MergedPasses
-from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import JournalReader
 from ratchet.storage.layout import ProjectLayout
-from ratchet.training.group import MemberShutdown, TrainingGroup
-from ratchet.training.worker import run_member
+from ratchet.training.group import MAX_MERGED_TOKENS, MemberShutdown
+from ratchet.training.train_step import StepExecutor
 
 TOLERANCE = 1e-4
 """Largest relative difference between a run in a group and the same run alone, in float32 on a CPU."""
@@ -64,50 +62,43 @@ VARIANTS = trains(
     target_modules=["all", "attention", "all", "all", "mlp", "all"],
     batching=["by_length", "by_length", "by_length", "shuffled", "shuffled", "packed"],
     schedule=["cosine", "constant", "linear", "cosine", "cosine", "cosine"],
-    epochs=[1, 1, 1, 1, 1, 1],
+    epochs=[0.5] * 6,
     seed=[1, 2, 3, 4, 5, 6],
 )
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("torch_settings")
 def test_a_run_in_a_group_equals_the_run_alone_up_to_rounding(
     copy: Callable[[str], ProjectLayout], tmp_path: Path
 ) -> None:
     layout = copy("project")
     together = group_cases.train_together(layout, VARIANTS, tmp_path / "g")
-    for train, grouped in zip(VARIANTS, together, strict=True):
-        alone = group_cases.train_alone(layout, train)
-        assert alone != grouped
-        losses = group_cases.validation_losses(alone)
-        assert group_cases.validation_losses(grouped) == pytest.approx(losses, rel=TOLERANCE)
-        expected, found = group_cases.adapter(alone), group_cases.adapter(grouped)
-        assert expected.keys() == found.keys()
-        for name, tensor in expected.items():
-            assert torch.linalg.norm(found[name] - tensor) <= TOLERANCE * torch.linalg.norm(tensor), name
-    assert "instead of sharing" not in str([group_cases.events_text(paths) for paths in together])
+    assert "not in those of the other runs" not in str([group_cases.events_text(paths) for paths in together])
+    first = group_cases.train_alone(layout, VARIANTS[0])
+    # A group of one run computes as a process of its own, and starts sooner.
+    with members(copy("single"), VARIANTS) as runs:
+        for number, run in enumerate(runs):
+            assert group_cases.train_in_threads([run], tmp_path / f"{number}.json") == [0]
+        assert group_cases.adapter(runs[0].paths).keys() == group_cases.adapter(first).keys()
+        assert group_cases.validation_losses(runs[0].paths) == group_cases.validation_losses(first)
+        for alone, grouped in zip([first, *(run.paths for run in runs[1:])], together, strict=True):
+            losses = group_cases.validation_losses(alone)
+            assert group_cases.validation_losses(grouped) == pytest.approx(losses, rel=TOLERANCE)
+            expected, found = group_cases.adapter(alone), group_cases.adapter(grouped)
+            assert expected.keys() == found.keys()
+            for name, tensor in expected.items():
+                assert torch.linalg.norm(found[name] - tensor) <= TOLERANCE * torch.linalg.norm(tensor), name
 
 
-def test_a_killed_group_ends_with_the_same_bytes(copy: Callable[[str], ProjectLayout], tmp_path: Path) -> None:
-    undisturbed = group_cases.train_together(copy("undisturbed"), THREE, tmp_path / "g1")
-    with group(tmp_path / "g2") as running, members(copy("killed"), THREE) as runs:
-        for run in runs:
-            run.start(running.connection)
-        for kill in range(1, 4):
-            until(lambda kill=kill: min(run.steps() for run in runs) >= 6 * kill, "no progress")  # type: ignore[misc]
-            running.kill()
-            assert [run.wait() for run in runs] == [-signal.SIGKILL] * 3
-            for run in reversed(runs):
-                run.start(running.connection)
-        assert [run.wait() for run in runs] == [0] * 3
-        resumed = [run.paths for run in runs]
-    for expected, found in zip(undisturbed, resumed, strict=True):
-        assert group_cases.result_bytes(found) == group_cases.result_bytes(expected)
-
-
+@pytest.mark.long
 @pytest.mark.usefixtures("torch_settings")
 def test_a_pass_without_enough_memory_is_divided_without_a_lost_step(
     copy: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = group_cases.train_together(copy("enough"), THREE, tmp_path / "g")
+    with members(copy("enough"), THREE) as runs:
+        assert group_cases.train_in_threads(runs, tmp_path / "record.json") == [0, 0, 0]
+        expected = [group_cases.validation_losses(run.paths) for run in runs]
     sizes: list[int] = []
     original = MergedPasses.forward_backward
 
@@ -121,27 +112,69 @@ def test_a_pass_without_enough_memory_is_divided_without_a_lost_step(
         return losses
 
     monkeypatch.setattr(MergedPasses, "forward_backward", limited)
-    together = TrainingGroup(tmp_path / "record.json")
-    codes: dict[int, int] = {}
-
-    def work(number: int, run: RunInGroup) -> None:
-        codes[number] = run_member(run.paths, 1, MemberShutdown(), Heartbeat(None, 0, 0), together)
-
+    monkeypatch.setitem(MAX_MERGED_TOKENS, "cpu", 10_000)
     with members(copy("little"), THREE) as runs:
-        threads = [threading.Thread(target=work, args=item) for item in enumerate(runs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert codes == {0: 0, 1: 0, 2: 0}
+        assert group_cases.train_in_threads(runs, tmp_path / "record2.json") == [0, 0, 0]
         assert sizes.count(3) == 1
         assert sizes.count(2) > 10
-        for run, other in zip(runs, expected, strict=True):
+        for run, losses in zip(runs, expected, strict=True):
             assert "do not fit into memory together" in str(group_cases.events_text(run.paths))
-            losses = group_cases.validation_losses(other)
             assert group_cases.validation_losses(run.paths) == pytest.approx(losses, rel=TOLERANCE)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("torch_settings")
+def test_after_an_error_of_a_merged_pass_each_run_computes_its_own(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[float]:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(MergedPasses, "forward_backward", fail)
+    losses = []
+    for name, chosen in (("two", THREE[:2]), ("one", THREE[:1])):
+        with members(copy(name), chosen) as runs:
+            assert set(group_cases.train_in_threads(runs, tmp_path / f"{name}.json")) == {0}
+            losses.append(group_cases.validation_losses(runs[0].paths))
+            text = "not in those of the other runs: injected"
+            assert (text in str(group_cases.events_text(runs[0].paths))) == (name == "two")
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("torch_settings")
+def test_dropout_in_one_run_and_recomputed_activations_in_another(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path
+) -> None:
+    chosen = trains(rank=[4, 8], dropout=[0.2, 0.0], epochs=[1, 1])
+    machines = [tiny_project.MACHINE, tiny_project.MACHINE.model_copy(update={"activation_checkpointing": True})]
+    losses = {}
+    for name, part in (("first", slice(0, 1)), ("second", slice(1, 2)), ("together", slice(0, 2))):
+        with members(copy(name), chosen[part], machines[part]) as runs:
+            assert set(group_cases.train_in_threads(runs, tmp_path / f"{name}.json")) == {0}
+            losses[name] = [group_cases.validation_losses(run.paths) for run in runs]
+    for alone, together in zip(losses["first"] + losses["second"], losses["together"], strict=True):
+        assert together == pytest.approx(alone, rel=TOLERANCE)
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_a_stop_during_a_validation_does_not_hold_up_the_others(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutdowns, original = [MemberShutdown(), MemberShutdown()], StepExecutor.validate
+
+    def validate(self: StepExecutor) -> bool | None:
+        if self.context.shutdown is shutdowns[0] and self.state.step == 14:  # a step whose checkpoint is due, too
+            shutdowns[0].request()
+        return original(self)
+
+    monkeypatch.setattr(StepExecutor, "validate", validate)
+    with members(copy("project"), THREE[:2]) as runs:
+        assert group_cases.train_in_threads(runs, tmp_path / "record.json", shutdowns) == [75, 0]
+        assert runs[0].paths.checkpoint_steps()[-1] == 14
+
+
+@pytest.mark.long
 def test_a_diverging_run_ends_alone(copy: Callable[[str], ProjectLayout], tmp_path: Path) -> None:
     guards = {"guards": tiny_project.TRAIN.guards.model_dump() | {"max_bad_steps": 1}}
     wanted = [THREE[0], Train.model_validate(THREE[1].model_dump() | {"learning_rate": 1e30} | guards)]
@@ -151,6 +184,9 @@ def test_a_diverging_run_ends_alone(copy: Callable[[str], ProjectLayout], tmp_pa
         assert [run.wait() for run in runs] == [0, 1]
         [error] = [e for e in JournalReader(runs[1].paths.journal).read() if e.kind == "worker_error"]
         assert error.data["failure_class"] in ("diverged", "hardware")
+        runs[1].paths.launch.unlink()
+        runs[1].start(running.connection)
+        assert runs[1].wait() == 1
 
 
 def test_a_stopped_run_saves_its_state_and_the_others_continue(
@@ -167,17 +203,18 @@ def test_a_stopped_run_saves_its_state_and_the_others_continue(
         assert runs[0].wait() == 0
 
 
+@pytest.mark.long
 def test_a_run_without_supervisor_gives_up_its_lock_and_the_others_continue(
     copy: Callable[[str], ProjectLayout], tmp_path: Path
 ) -> None:
-    longest = Train.model_validate(THREE[0].model_dump() | {"epochs": 200})
-    with group(tmp_path / "g") as running, members(copy("project"), [longest, *THREE[1:]]) as runs:
+    longest, other = (Train.model_validate(THREE[k].model_dump() | {"epochs": n}) for k, n in ((0, 200), (1, 1)))
+    with group(tmp_path / "g") as running, members(copy("project"), [longest, other]) as runs:
         processes = [run.start(running.connection) for run in runs]
         until(lambda: runs[0].steps() >= 3, "no progress")
         with Path(os.devnull).open() as nothing:
             os.dup2(nothing.fileno(), runs[0].directory.lock.fd)  # as the end of the supervisor's process does
         assert runs[0].paths.lock().is_held()
-        processes[0]._connection.close()
+        processes[0].abandon()
         until(lambda: not runs[0].paths.lock().is_held(), "the lock is still held")
-        assert [run.wait() for run in runs[1:]] == [0, 0]
+        assert runs[1].wait() == 0
         assert "interrupted" not in kinds(runs[0])

@@ -268,6 +268,7 @@ def test_a_training_that_is_too_short_is_refused_before_a_worker_loads_a_model(p
     assert not (project.profiles / train.WORK / build_run_spec(project, few).run_id).exists()
 
 
+@pytest.mark.long
 def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_kept(
     project: ProjectLayout, profiled: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

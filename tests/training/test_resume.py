@@ -4,6 +4,8 @@ import random
 import signal
 import time
 
+import pytest
+
 import tiny_project
 from ratchet.storage.layout import ProjectLayout
 from resume_cases import (
@@ -22,6 +24,7 @@ from tiny_project import outcome
 from tiny_project import start_training as start
 
 
+@pytest.mark.long
 def test_sigterm_seals_a_checkpoint_and_says_repeat(project: ProjectLayout, reference: Bytes) -> None:
     process = start(project)
     assert wait_for(project, process, steps_after(3))

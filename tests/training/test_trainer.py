@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 import tiny_project
@@ -120,11 +122,19 @@ def test_the_adapter_is_that_of_the_best_validation(train_here: TrainHere) -> No
     assert {t.sum().item() for t in best.values()} == {t.sum().item() for t in kept.values()}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": 64},
+        {"optimizer": "adamw_8bit", "rank": 64},  # 64 x 64 elements: large enough for 8-bit optimizer states
+        pytest.param({"initialization": "eva"}, marks=pytest.mark.long),
+        {"initialization": "loftq"},
+    ],
+    ids=str,
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    train_here: TrainHere, project: ProjectLayout, tmp_path: Path, name: str
+    train_here: TrainHere, project: ProjectLayout, tmp_path: Path, changes: dict[str, object]
 ) -> None:
-    changes = {"optimizer": name, "rank": 64}  # 64 x 64 elements: large enough for 8-bit optimizer states
     whole = train_here(**changes)
     train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
     run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
@@ -177,17 +187,69 @@ def test_loss_is_that_of_the_whole_logits(project: ProjectLayout) -> None:
     assert (ours.flatten()[labels[:, 1:].flatten() == -100] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
-def test_learning_rate_warms_up_to_the_peak_and_then_decays(name: str) -> None:
-    settings = Train(learning_rate=1.0, warmup_ratio=0.1, schedule=name)  # type: ignore[arg-type]
+def make_peer(name: str, settings: Train, steps: int, warmup: int) -> list[float]:
+    """Return the rates after the warm-up from the scheduler of transformers or torch."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.learning_rate)
+    left, floor = steps - warmup, settings.final_learning_rate_share
+    cooldown = math.ceil(settings.cooldown_ratio * steps)
+    scheduler = {
+        "cosine": lambda: transformers.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, 0, left, min_lr=floor * settings.learning_rate
+        ),
+        "linear": lambda: transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, 0, left, lr_end=floor * settings.learning_rate, power=1.0
+        ),
+        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, 0, left, lr_end=floor * settings.learning_rate, power=settings.polynomial_power
+        ),
+        "constant": lambda: transformers.get_constant_schedule(optimizer),
+        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, floor ** (1 / left)),
+        "warmup_stable_decay": lambda: transformers.get_wsd_schedule(
+            optimizer, 0, cooldown, num_training_steps=left, decay_type="1-sqrt", min_lr_ratio=floor
+        ),
+    }[name]()
+    rates = []
+    for _ in range(left):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("name", get_args(Train.model_fields["schedule"].annotation))
+def test_learning_rate_warms_up_to_the_peak_and_then_follows_the_schedule_of_transformers(
+    name: str, floor: float
+) -> None:
+    values = {"schedule": name, "final_learning_rate_share": floor, "learning_rate": 0.5, "warmup_ratio": 0.1}
+    if name == "exponential" and floor == 0:
+        with pytest.raises(ValidationError, match="final_learning_rate_share: found 0, which an exponential decay"):
+            Train.model_validate(values)
+        return
+    settings = Train.model_validate(values)
     rates = [optimizer.compute_learning_rate(step, 100, settings) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
-    expected = {
-        "cosine": [0.5 * (1 + math.cos(math.pi * k / 90)) for k in range(90)],
-        "linear": [1 - k / 90 for k in range(90)],
-        "constant": [1.0] * 90,
-    }
-    assert rates[10:] == pytest.approx(expected[name])
+    assert rates[:10] == pytest.approx([0.05 * (k + 1) for k in range(10)])
+    assert rates[10:] == pytest.approx(make_peer(name, settings, 100, 10))
+    in_steps = settings.model_copy(update={"warmup_steps": 10, "warmup_ratio": 0.5})
+    assert [optimizer.compute_learning_rate(step, 100, in_steps) for step in range(100)] == rates
+
+
+def test_a_warm_up_or_cooldown_longer_than_the_training_is_cut() -> None:
+    settings = Train(learning_rate=1.0, schedule="warmup_stable_decay", warmup_steps=8, cooldown_ratio=1.0)
+    rates = [optimizer.compute_learning_rate(step, 10, settings) for step in range(10)]
+    assert rates == pytest.approx([*(k / 8 for k in range(1, 9)), 1.0, 1 - math.sqrt(0.5)])
+    assert optimizer.compute_learning_rate(3, 5, settings) == 0.5
+
+
+def test_validations_may_come_after_a_share_of_an_epoch(tmp_path: Path) -> None:
+    train = SMALL.model_copy(update={"validate_every_epochs": 0.5, "epochs": 2.0, "dropout": 0.0})
+    loop = loop_of(tmp_path / "share", train)
+    loop.run()
+    assert list(loop.state.validation_loss) == [5, 10, 15, 20]  # an epoch has 9.6 steps
+    once = loop_of(tmp_path / "once", train.model_copy(update={"validate_every_epochs": 7.0}))
+    once.run()
+    assert list(once.state.validation_loss) == [20]
+    assert losses(once.context.paths) == losses(loop.context.paths)
 
 
 def test_paged_optimizer_needs_a_gpu() -> None:

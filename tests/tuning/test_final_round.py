@@ -1,6 +1,6 @@
 """Tests the plan of the final round: the choice of finalists, and the same rounds for each worker until a winner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,11 @@ class World:
         self.scores: dict[str, ValidationScores] = {}
         self.told: list[Any] = []
 
-    def run(self, settings: Sweep, trials: Sequence[Trial]) -> FinalRound:
+    def run(self, settings: Sweep, trials: Sequence[Trial], grouped: Collection[int] = ()) -> FinalRound:
         for _ in range(50):
-            step = plan_next_step(settings, trials, self.trainings, self.scores)
-            assert plan_next_step(settings, trials, self.trainings[::-1], dict(reversed(self.scores.items()))) == step
+            step = plan_next_step(settings, trials, self.trainings, self.scores, grouped)
+            reordered = self.trainings[::-1], dict(reversed(self.scores.items()))
+            assert plan_next_step(settings, trials, *reordered, grouped) == step
             if isinstance(step, FinalRound):
                 return step
             self.told.append(step if isinstance(step, tuple) else step.run_ids)
@@ -164,6 +165,17 @@ def test_a_finalist_that_cannot_be_trained_again_does_not_win() -> None:
     assert found.winner == 2
     alone = World({0: 0.0, 1: 0.01}, {(0, 1): "it diverged"})
     assert alone.run(sweep(), [trial(0, 2.0), trial(1, 2.1)]).winner == 1
+
+
+def test_trials_of_a_group_are_trained_alone_and_one_that_fails_then_is_replaced() -> None:
+    trials = [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2), trial(3, 2.3)]
+    world = World({1: 0.0, 2: 0.5, 3: 9.0}, fails={(0, 0): "diverged"})
+    found = world.run(sweep(top_k=2, seeds=1), trials, grouped=[0, 1])
+    assert world.told == [((0, 0), (1, 0)), ("run1.0", "run2.0")]
+    assert found.winner == 1
+    alone = World({0: 0.0})
+    assert alone.run(sweep(top_k=1), trials, grouped=[0]).winner == 0
+    assert alone.told == [((0, 0),)]
 
 
 def test_scores_of_another_sample_are_asked_for_again_and_of_other_rows_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -379,3 +380,27 @@ def test_changes_that_the_space_cannot_have_are_refused(changes: dict[str, Any],
     lora = {"train.rank": 8, "train.adapter": "lora", "train.target_modules": "all", "train.dropout": 0.1}
     with pytest.raises(SettingsError, match=says):
         space.change_values(lora, changes)
+
+
+@pytest.mark.parametrize(
+    ("space", "sweep", "says"),
+    [
+        ("{train.rank: {low: 2, high: 8}}", "{}", "found validation_loss, but the loss of dpo depends on"),
+        (
+            "{train.beta: {low: 0.1, high: 1}}", "{objectives: [{metric: preference_accuracy}]}",
+            "train.beta: trials are pruned by their loss",
+        ),
+        ("{train.objective: {choices: [dpo, ipo]}}", "{objectives: [{metric: preference_accuracy}]}", "sweep each by"),
+    ],
+)  # fmt: skip
+def test_preference_tunings_are_not_compared_by_losses_of_different_scales(space: str, sweep: str, says: str) -> None:
+    settings = params_file.parse(f"train: {{objective: dpo}}\nsweep: {sweep}\n")
+    changed = params_file.apply_changes(settings, {"sweep.space": yaml.safe_load(space)})
+    with pytest.raises(SettingsError, match=says):
+        SearchSpace.from_settings(changed)
+
+
+def test_beta_can_be_searched_without_pruning() -> None:
+    text = "train: {objective: dpo}\nsweep: {objectives: [{metric: preference_accuracy}], pruner: {kind: none}}\n"
+    space = {"sweep.space": {"train.beta": {"low": 0.1, "high": 1}}}
+    assert SearchSpace.from_settings(params_file.apply_changes(params_file.parse(text), space)).variables

@@ -262,7 +262,7 @@ def test_a_repeated_request_is_the_same_and_a_stop_is_final(opened: Any) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "add --set KEY=VALUE for one of: train.rank, train.learning_rate"),
+        ({}, "add --warm, or --set KEY=VALUE for one of: train.rank, train.learning_rate"),
         ({"batch_size": 8}, "batch_size: not a setting of the search space; expected one of: train.rank"),
         ({"alpha": 8}, "train.alpha: follows from 2 * train.rank; set train.rank instead"),
         ({"rank": 0}, "train.rank: found 0: input should be greater than or equal to 1"),
@@ -325,6 +325,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("moment", "count"), [("before", 0), ("after", 1)])
 def test_a_killed_process_leaves_a_request_or_nothing(
     opened: Any, layout: ProjectLayout, moment: str, count: int

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import format_table, print_record, print_text
+from ratchet.cli.set_option import add_set_argument, parse_set_options
 from ratchet.stages.project import open_project_or_defaults
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="a section or setting, such as train or train.rank"
     )
+    add_set_argument(parser, ("train", "machine", "generate"))
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of params.yaml, for editors")
 
 
@@ -28,7 +30,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from ratchet.stages.config import config
 
-    print_record(config(open_project_or_defaults(arguments.project)[0], arguments.name), format_config, arguments)
+    overrides = parse_set_options(arguments)
+    layout = open_project_or_defaults(arguments.project, overrides)[0]
+    print_record(config(layout, arguments.name, overrides), format_config, arguments)
 
 
 def format_config(report: "ConfigReport") -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, print_text, progress_printer
-from ratchet.stages.project import Project
+from ratchet.errors import SettingsError
+from ratchet.stages.project import Project, open_project_or_defaults
 
 if TYPE_CHECKING:
     from ratchet.stages.deploy import DeployOptions, DeployResult
@@ -17,11 +18,17 @@ HELP = "verify the champion, test it, and make it current in a directory that a 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory that a server reads; made if missing")
-    parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
+    parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, bitsandbytes, onnx, or gguf/q8_0 (default: gguf)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")
     choice.add_argument("--rollback", action="store_true", help="go back to the previous release")
     choice.add_argument("--watch", action="store_true", help="keep running, and deploy every new champion")
+    parser.add_argument(
+        "--model", metavar="NAME", help="outside a project: the registered model on the server of MLFLOW_TRACKING_URI"
+    )
+    parser.add_argument(
+        "--public-key", type=Path, metavar="FILE", help="outside a project: PEM file of the key that must have signed"
+    )
     parser.add_argument(
         "--no-smoke", action="store_true", help="do not test the release with a server before it becomes current"
     )
@@ -30,12 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.deploy import DeployOptions, deploy
 
-    project = Project(arguments.project)
+    project = _open_project(arguments)
     options = DeployOptions(arguments.format, arguments.version, arguments.rollback, smoke_test=not arguments.no_smoke)
     if arguments.watch:
         _watch(project, options, arguments)
     else:
         print_record(deploy(project, arguments.directory, options), format_deployment, arguments)
+
+
+def _open_project(arguments: argparse.Namespace) -> Project:
+    """Open the project; outside a project, the registered model on a server."""
+    from ratchet.stages.deploy import open_model_on_server
+
+    if open_project_or_defaults(arguments.project)[0] is None:
+        return open_model_on_server(arguments.model, arguments.public_key)
+    if arguments.model is not None or arguments.public_key is not None:
+        raise SettingsError("--model and --public-key are for a directory outside a project, which names both itself")
+    return Project(arguments.project)
 
 
 def _watch(project: "Project", options: "DeployOptions", arguments: argparse.Namespace) -> None:
@@ -47,7 +65,10 @@ def _watch(project: "Project", options: "DeployOptions", arguments: argparse.Nam
     def add_time(text: str) -> str:
         return f"{datetime.now(UTC).isoformat(timespec='seconds')}  {text}"
 
-    report(f"watching {project.layout.promotions}; SIGTERM or Ctrl-C ends it")
+    from ratchet.config.mlflow_environment import resolve_addresses
+
+    registry = resolve_addresses(project.settings, project.layout.mlflow_database).registry
+    report(f"watching {registry or project.layout.promotions}; SIGTERM or Ctrl-C ends it")
     try:
         watch_champion(
             project, arguments.directory, options,

@@ -84,7 +84,16 @@ def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
     if judge_report.prompt_tokens is not None and judge_report.tokens is not None:
         counts.append(f"{judge_report.prompt_tokens:,} tokens sent, {judge_report.tokens:,} written")
     counts += [] if judge_report.cost is None else [f"price {judge_report.cost:,.4g}"]
-    return [*lines, f"judge: {', '.join(counts)}"]
+    lines.append(f"judge: {', '.join(counts)}")
+    for other in judge_report.additional_judges:
+        lines += format_judge_lines(other)
+    for role, panel in judge_report.panel.items():
+        parts = [f"all {1 + len(judge_report.additional_judges)} judges: {judge_report.candidate} and {role}"]
+        for name, metric in (("win rate", panel.win_rate), ("Krippendorff's alpha", panel.alpha)):
+            figures = f"{metric.value:.3f} [{metric.low:.3f}, {metric.high:.3f}]" if metric else "undefined"
+            parts.append(f"{name} {figures}")
+        lines.append("; ".join(parts))
+    return lines
 
 
 def format_quantization(result: "QuantizationResult") -> str:

@@ -44,6 +44,17 @@ def format_bundle(bundle: "ModelBundle") -> str:
             lines.append("  the merged adapters change nothing: this model equals the base")
         if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
             lines.append("  base + adapter: adapters weighted by export.weight, additional_adapters and modules")
+        if bundle.merge.retention:
+            density = "" if bundle.merge.density is None else f", density {bundle.merge.density:g}"
+            lines.append(
+                f"  combined by {bundle.merge.method}{density}; loss of each adapter's answers, nats per token:"
+            )
+            lines += [
+                f"    {found.adapter} (weight {found.weight:g}, {found.rows} rows): base {found.base:.3f}, alone "
+                f"{found.alone:.3f}, merged {found.merged:.3f}, lost {found.merged - found.alone:+.3f} "
+                f"[{found.low:+.3f}, {found.high:+.3f}]"
+                for found in bundle.merge.retention
+            ]
     lines.append(format_table([HEADINGS, *map(_format_row, bundle.artifacts)]))
     lines += [f"  {artifact.name}: {note}" for artifact in bundle.artifacts for note in artifact.notes]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
+from ratchet.cli.set_option import add_set_argument, parse_set_options
 from ratchet.config.units import choose_unit, format_bytes, parse_bytes
 from ratchet.stages.project import open_project_or_defaults
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", help="memory of that device, such as 24GiB (default: this machine's)"
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="GPUs that train together (default: from params.yaml)")
+    add_set_argument(parser, ("train", "prepare", "base", "machine"))
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the table and a picture as HTML")
 
 
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "--memory"),
         html=arguments.html, ranks=arguments.ranks,
     )  # fmt: skip
-    layout, settings = open_project_or_defaults(arguments.project)
+    layout, settings = open_project_or_defaults(arguments.project, parse_set_options(arguments))
     print_record(forecast(layout, settings, options), format_forecast, arguments)
 
 

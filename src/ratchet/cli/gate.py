@@ -1,10 +1,11 @@
 """`ratchet gate`: the DVC stage that decides whether the model may be promoted."""
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import print_record, progress_printer
-from ratchet.errors import EXIT_GATE
+from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.errors import EXIT_GATE, SettingsError
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
@@ -12,24 +13,35 @@ if TYPE_CHECKING:
     from ratchet.storage.layout import ProjectLayout
     from ratchet.storage.records.gate import Verdict
 
-HELP = "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID"
+HELP = "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID; exit 0 for each of them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        "--check", action="store_true", help="only check the verdict on file: exit 3 unless it is PROMOTE"
-    )
+        "--check", action="store_true",
+        help="only check the verdict on file: exit 3 unless it is PROMOTE (without --check, the exit code is 0 for "
+        "every verdict, so that DVC keeps the output)",
+    )  # fmt: skip
     mode.add_argument(
         "--aa", action="store_true",
         help="A/A test: score the candidate again to estimate the noise; exit 3 if too large",
+    )  # fmt: skip
+    parser.add_argument(
+        "--markdown", action="store_true",
+        help="print the verdict as Markdown, for a comment on a pull request; a verdict that is up to date is not "
+        "judged again",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int | None:
     from ratchet.quality_gate.rules import describe_verdict
-    from ratchet.stages.gate import check_verdict, gate, run_aa_test
+    from ratchet.stages.gate import check_verdict, find_verdict, gate, run_aa_test
 
+    if arguments.markdown and (arguments.json or arguments.aa):
+        raise SettingsError(
+            f"--markdown: found {'--json' if arguments.json else '--aa'} as well; leave out one of them"
+        )
     project = Project(arguments.project)
     if arguments.aa:
         noise = run_aa_test(project, progress_printer(arguments))
@@ -37,9 +49,11 @@ def run(arguments: argparse.Namespace) -> int | None:
         return None if noise.is_within_limits else EXIT_GATE
     if arguments.check:
         verdict = check_verdict(project)
-        print_record(verdict, describe_verdict, arguments)
+        print_record(verdict, format_markdown if arguments.markdown else describe_verdict, arguments)
         return None if verdict.decision == "PROMOTE" else EXIT_GATE
-
+    if arguments.markdown:
+        print_text(format_markdown(find_verdict(project)))
+        return None
     print_record(gate(project), lambda verdict: format_verdict(verdict, project.layout), arguments)
     return None
 
@@ -49,6 +63,34 @@ def format_verdict(verdict: "Verdict", layout: "ProjectLayout") -> str:
     from ratchet.quality_gate.rules import describe_verdict
 
     return f"{describe_verdict(verdict)}\n  the evidence: {layout.gate_page}"
+
+
+def format_markdown(verdict: "Verdict") -> str:
+    """Format the verdict as Markdown: a heading, a table with a row for each rule, and the warnings."""
+    from ratchet.quality_gate.rules import describe_changed_rules
+
+    labels = {"pass": "pass", "fail": "**fail**", "undecided": "undecided", "invalid": "**invalid**"}
+    lines = [
+        f"### Ratchet gate: {verdict.decision}", "",
+        f"Model `{verdict.model_digest[:12]}` of run `{verdict.run_id}`"
+        f"{' (already the champion)' if verdict.is_champion else ''}", "",
+        "| | rule | metric | result |", "|---|---|---|---|",
+        *(
+            f"| {labels[reason.outcome]} | {_escape_markdown(reason.rule)} | {_escape_markdown(reason.metric)} | "
+            f"{_escape_markdown(reason.text)} |"
+            for reason in verdict.reasons
+        ),
+    ]  # fmt: skip
+    if verdict.earlier_decisions:
+        lines += ["", f"Note: {_escape_markdown(describe_changed_rules(verdict))}"]
+    return "\n".join(lines)
+
+
+def _escape_markdown(text: str) -> str:
+    """Escape text for a cell of a table in a comment, where more characters have a meaning than in a file."""
+    from ratchet.registry.deployment.model_card import escape_markdown
+
+    return re.sub("([@#~&])", r"\\\1", escape_markdown(text))
 
 
 def format_noise(noise: "NoiseReport") -> str:

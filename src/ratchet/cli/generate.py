@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.cli.set_option import add_set_argument, parse_set_options
 from ratchet.errors import SettingsError
 from ratchet.stages.project import Project
 
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON, JSONL, CSV, TSV or Parquet")
     parser.add_argument("--output", type=Path, metavar="FILE", help="one record per answer, .jsonl or .parquet")
     add_model_argument(parser)
+    add_set_argument(parser, ("generate", "machine"))
     parser.add_argument("--stream", action="store_true", help="write no file: show each answer while it is generated")
 
 
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ratchet.evaluation.answer_analysis import summarize_generation
     from ratchet.stages.generate import generate, stream_answers
 
-    project = Project(arguments.project)
+    project = Project(arguments.project, parse_set_options(arguments))
     if arguments.stream and arguments.json:
         raise SettingsError("--json: --stream shows text; leave out one of the two")
     if arguments.stream:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.output is None:
         raise SettingsError("--output: name a file that ends in .jsonl or .parquet (or watch answers with --stream)")
-    is_live = is_live_terminal(sys.stdout) and not arguments.json
+    is_live = is_live_terminal(sys.stdout) and not (arguments.json or arguments.quiet)
     result = generate(
         project, arguments.prompts, arguments.output, arguments.model, progress_printer(arguments),
         create_console=ConsoleCallback if is_live else None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
+from ratchet.errors import SettingsError
 
 if TYPE_CHECKING:
     from ratchet.stages.init import InitResult
@@ -14,21 +15,26 @@ HELP = "create a project directory around your data"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a new or empty directory")
     parser.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet"
+        "directory", type=Path, nargs="?", metavar="DIR", help="a new or empty directory (default: the example's name)"
+    )
+    parser.add_argument("--data", type=Path, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet")
+    parser.add_argument(
+        "--example", metavar="NAME", help="use an example's settings, for a task or a GPU; an unknown NAME lists all"
     )
     parser.add_argument("--prompt", metavar="COLUMN", help="column with the user's text (default: detected)")
     parser.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: detected)")
-    parser.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny model)")
+    parser.add_argument("--base", metavar="MODEL", help="hub id or directory (default: a tiny model)")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.init import init
 
+    if (directory := arguments.directory or arguments.example) is None:
+        raise SettingsError("DIR: missing; name a new directory")
     result = init(
-        arguments.directory, arguments.data, prompt=arguments.prompt, response=arguments.response,
+        directory, arguments.data, example=arguments.example, prompt=arguments.prompt, response=arguments.response,
         base=arguments.base, revision=arguments.revision,
     )  # fmt: skip
     print_record(result, format_init, arguments)
@@ -36,13 +42,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_init(result: "InitResult") -> str:
     """Format the findings about the data, and the next command."""
-    kind = "labels, so accuracy per class is measured" if result.task == "labels" else "free text"
+    directory = shlex.quote(str(result.directory))
+    example = f" (example {result.example}, see README.md)" if result.example else ""
+    lines = [
+        f"  settings: params.yaml{example}    base model: {result.base}",
+        f"  promoted models are signed with key {result.key}: back up .ratchet/private.pem, it is not in git",
+    ]
+    if not result.rows:
+        step = (
+            f"copy your rows to {directory}/data/raw/rows.jsonl, then cd {directory} && dvc add data/raw && dvc repro"
+        )
+        return "\n".join([f"{result.directory}: no rows yet", *lines, f"  next: {step}"])
+    kinds = {
+        "labels": "the responses look like labels, so accuracy per class is measured",
+        "text": "the responses look like free text",
+        "preferences": "pairs of answers, so the model learns to prefer the chosen ones by train.objective dpo",
+    }
     count = result.unusable_rows
     unusable = f" ({count} of them malformed, or without prompt or response)" if count else ""
-    return (
-        f"{result.directory}: {result.rows} rows{unusable}, read as {result.schema_name}; the responses look like "
-        f"{kind} (prepare.task)\n"
-        f"  settings: params.yaml    base model: {result.base}\n"
-        f"  promoted models are signed with key {result.key}: back up .ratchet/private.pem, it is not in git\n"
-        f"  next: cd {shlex.quote(str(result.directory))} && dvc repro"
+    found = (
+        f"{result.directory}: {result.rows} rows{unusable}, read as {result.schema_name}; "
+        f"{kinds[result.task]} (prepare.task)"
     )
+    return "\n".join([found, *lines, f"  next: cd {directory} && dvc repro"])

@@ -9,16 +9,20 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from ratchet.cli import (
+    adapters,
     base,
     chaos,
     chat,
     compare,
+    completion,
     config,
     deploy,
     distill,
@@ -33,22 +37,30 @@ from ratchet.cli import (
     prepare,
     promote,
     promotions,
+    push,
+    queue,
     report,
     reset,
     rollback,
     select_answers,
     status,
+    submit,
     sweep,
     train,
     ui,
     verify,
     watch,
+    work,
 )
-from ratchet.config.extras import explained_imports
-from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError
+from ratchet.cli.output import print_error
+from ratchet.cli.parser import CommandParser
+from ratchet.config.extras import SENTRY_VARIABLE, TRACE_VARIABLES, explained_imports
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError
 from ratchet.models.lazy_imports import import_model_libraries, set_library_defaults
-from ratchet.redaction import print_exception, redact_stderr, write_stderr
+from ratchet.redaction import SETTING_PREFIX, print_exception, redact_stderr, write_stderr
 from ratchet.runs.signals import die_with_parent, list_stop_signals
+from ratchet.stages.project import Project
+from ratchet.storage.progress import report_step
 
 
 class Command(Protocol):
@@ -67,11 +79,14 @@ class Command(Protocol):
 COMMANDS: Mapping[str, Command] = {
     "init": init,
     "base": base, "prepare": prepare, "distill": distill, "train": train, "sweep": sweep,
+    "submit": submit, "work": work, "queue": queue,
     "evaluate": evaluate, "export": export, "gate": gate,
-    "promote": promote, "rollback": rollback, "promotions": promotions, "deploy": deploy, "keys": keys,
+    "promote": promote, "rollback": rollback, "promotions": promotions, "deploy": deploy, "adapters": adapters,
+    "push": push, "keys": keys,
     "generate": generate, "chat": chat, "select": select_answers,
     "forecast": forecast, "doctor": doctor, "config": config, "status": status, "watch": watch,
     "compare": compare, "report": report, "verify": verify, "reset": reset, "chaos": chaos, "ui": ui,
+    "completion": completion,
 }  # fmt: skip
 """Every command, in the order of `ratchet --help`."""
 
@@ -80,10 +95,10 @@ DISK_ERRORS = {
 }  # fmt: skip
 """Errors of the user's disk. Any other OSError is a bug of Ratchet and shows its traceback."""
 
-TEXT_COMMANDS = {"chat", "ui", "watch"}
+TEXT_COMMANDS = {"chat", "completion", "ui", "watch"}
 """Commands without `--json`, because they return no record."""
 
-MODEL_COMMANDS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
+MODEL_COMMANDS = {"adapters", "base", "distill", "export", "evaluate", "forecast", "doctor"}
 """Commands that load models in this process. These commands import the model libraries as a worker does, in 2 s instead
 of 5 s and with 70 MiB less memory."""
 
@@ -99,22 +114,39 @@ class VersionAction(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Build the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
     )
     parser.add_argument("--version", action=VersionAction, nargs=0, help="show Ratchet's version and exit")
     parser.add_argument(
         "--project", type=Path, default=Path(), metavar="DIR", help="project directory (default: the current one)"
     )
+    parser.set_defaults(quiet=False, verbose=False, parser=parser)
+    _add_verbosity(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
         if name not in TEXT_COMMANDS:
             subparser.add_argument("--json", action="store_true", help="print the result as JSON")
+        _add_verbosity(subparser)
+        parser.commands[name] = subparser
     return parser
+
+
+def _add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Add `-q` and `-v`, which may precede or follow the command. So no parser of a command has a default."""
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument(
+        "-q", "--quiet", action="store_true", default=argparse.SUPPRESS,
+        help="show no progress: only the result, warnings and errors",
+    )  # fmt: skip
+    verbosity.add_argument(
+        "-v", "--verbose", action="store_true", default=argparse.SUPPRESS,
+        help="also show timings, log records of libraries, and the traceback of an error",
+    )  # fmt: skip
 
 
 @redact_stderr()
@@ -122,31 +154,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `ratchet.errors`)."""
     options = build_parser().parse_args(arguments)
     set_library_defaults()
-    if "DVC_STAGE" in os.environ:
-        # If dvc is killed, the kernel sends SIGTERM to this process, which saves a checkpoint and ends.
+    if "DVC_STAGE" in os.environ or "RATCHET_JOB" in os.environ:
+        # If dvc or `ratchet work` is killed, the kernel sends this process SIGTERM: it saves a checkpoint and ends.
         die_with_parent(signal.SIGTERM)
     sys.excepthook = print_exception
     for number in list_stop_signals():  # so that scratch directories are removed; a supervisor installs its own handler
         signal.signal(number, _raise_interrupt)
+    _report_variables(options)
+    report = _open_report(options.command)
     try:
-        with explained_imports():
+        with _show_log_records(options.verbose), _show_progress(options), explained_imports():
             if options.command in MODEL_COMMANDS and getattr(options, "require", None) is None:
-                import_model_libraries()
-            return COMMANDS[options.command].run(options) or EXIT_OK
-    except KeyboardInterrupt:
-        write_stderr(f"ratchet {options.command}: interrupted; outputs are consistent, run the command again\n")
-        return EXIT_INTERRUPTED
+                if options.command not in ("forecast", "doctor"):  # these two work without a project
+                    Project(options.project)  # reports a mistake in params.yaml before the seconds of the libraries
+                with report_step("loading libraries"):
+                    import_model_libraries()
+            return report(COMMANDS[options.command].run(options) or EXIT_OK, None)
+    except KeyboardInterrupt as error:
+        text = "interrupted; outputs are consistent, run the command again"
+        print_error(error, text, EXIT_INTERRUPTED, options)
+        return report(EXIT_INTERRUPTED, error)
     except RatchetError as error:
         if error.exit_code == EXIT_INTERRUPTED:
             _ignore_stop_signals()
-        write_stderr(f"ratchet {options.command}: {error}{error.advice}\n")
-        return error.exit_code
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        print_error(error, f"{error}{error.advice}", error.exit_code, options)
+        return report(error.exit_code, error)
+    except Exception as error:
+        if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+            report(EXIT_BUG, error)
             raise
         text = f"{error.filename or 'a file'}: {error.strerror}; outputs are consistent: fix this and run it again"
-        write_stderr(f"ratchet {options.command}: {text}\n")
-        return EXIT_INPUT
+        print_error(error, text, EXIT_INPUT, options)
+        return report(EXIT_INPUT, error)
+
+
+def _report_variables(options: argparse.Namespace) -> None:
+    """Print the environment variables that replace settings of params.yaml."""
+    names = sorted(name for name in os.environ if name.startswith(SETTING_PREFIX))
+    if names and not options.quiet and options.command != "completion":
+        write_stderr(f"ratchet {options.command}: settings from the environment: {', '.join(names)}\n")
+
+
+def _open_report(command: str) -> Callable[[int, BaseException | None], int]:
+    """Begin to report the command, if the environment names a service. The function that is returned sends the report
+    and returns the exit code."""
+    if not any(map(os.environ.get, (*TRACE_VARIABLES, SENTRY_VARIABLE))):
+        return lambda exit_code, error: exit_code
+    from ratchet.tracking import telemetry
+
+    return telemetry.open_report(command)
+
+
+@contextmanager
+def _show_progress(options: argparse.Namespace) -> Iterator[None]:
+    """Show the progress of the command, unless the user wants none. With `--verbose`, show how long it took."""
+    from ratchet.config.units import format_duration
+    from ratchet.console.progress import show_progress
+
+    start_s = time.monotonic()
+    if options.quiet:
+        yield
+        return
+    try:
+        with show_progress(sys.stderr, has_timings=options.verbose):
+            yield
+    finally:
+        if options.verbose:
+            write_stderr(f"  ratchet {options.command}: {format_duration(time.monotonic() - start_s)}\n")
+
+
+@contextmanager
+def _show_log_records(is_verbose: bool) -> Iterator[None]:
+    """Print what libraries log during a verbose command, such as each request over the network."""
+    if not is_verbose:
+        yield
+        return
+    import logging
+
+    root = logging.getLogger()
+    level = root.level
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(logging.Formatter("  %(name)s: %(message)s"))
+    root.addHandler(output)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(output)
+        root.setLevel(level)
 
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:

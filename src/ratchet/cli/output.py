@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ratchet.redaction import print_exception, redact, write_stderr
+from ratchet.storage.progress import clear_progress
+
 if TYPE_CHECKING:
     from ratchet.storage.records.base import Record
 
@@ -39,14 +42,32 @@ def print_text(text: str) -> None:
 
 def print_record(record: R, format_record: Callable[[R], str], arguments: argparse.Namespace) -> None:
     """Print a command's result: as text, or with `--json` as the JSON of the record that the Python API returns."""
+    arguments.has_result = True
+    clear_progress()  # a bar would break long lines
     if arguments.json:
         print_text(json.dumps(record.model_dump(mode="json"), indent=2, ensure_ascii=False))
     else:
         print_text(format_record(record))
 
 
+def print_error(error: BaseException, text: str, exit_code: int, arguments: argparse.Namespace) -> None:
+    """Print why a command failed: on standard error, after the traceback if `--verbose` is set.
+
+    With `--json`, it is also printed as the result, unless the command has printed a result before.
+    """
+    if arguments.verbose:
+        print_exception(type(error), error, error.__traceback__)
+    write_stderr(f"ratchet {arguments.command}: {text}\n")
+    if getattr(arguments, "json", False) and not getattr(arguments, "has_result", False):
+        failure = {"type": type(error).__name__, "message": redact(text), "exit_code": exit_code}
+        print_text(json.dumps({"error": failure}, indent=2, ensure_ascii=False))
+
+
 def progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints an indented line: to standard output, or with `--json` to standard error."""
+    """Return a function that prints an indented line: to standard output, or with `--json` to standard error. With
+    `--quiet`, it prints nothing."""
+    if arguments.quiet:
+        return lambda text: None
     if arguments.json:
         return lambda text: print(f"  {text}", file=sys.stderr, flush=True)
     return lambda text: print_text(f"  {text}")

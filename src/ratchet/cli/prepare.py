@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
 from ratchet.stages.project import Project
+from ratchet.storage.progress import report_step
 
 if TYPE_CHECKING:
     from ratchet.storage.records.data import DatasetCard
@@ -17,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ratchet.stages.prepare import prepare
+    with report_step("loading libraries"):
+        from ratchet.stages.prepare import prepare
 
     print_record(prepare(Project(arguments.project)), format_dataset, arguments)
 
@@ -32,11 +34,19 @@ def format_dataset(card: "DatasetCard") -> str:
         lines.append(f"  {name}: {source.rows:,} rows, read as {source.record_schema}{weight}")
     for reason, drop in card.dropped.items():
         lines.append(f"  dropped {drop.count:,}: {reason.replace('_', ' ')} ({'; '.join(drop.examples[:2])})")
+    for check, rows in card.flaws.items():
+        if not rows.is_dropped:
+            lines.append(f"  reported {rows.count:,}: {check.replace('_', ' ')} ({'; '.join(rows.examples[:2])})")
     if near := card.near_duplicates:
         leaked = (
             f"; {near.across_splits:,} of their rows would have leaked between splits" if near.across_splits else ""
         )
         lines.append(f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}{leaked}")
+    if semantic := card.semantic_duplicates:
+        lines.append(f"  {semantic.clusters:,} clusters of the same meaning at cosine {semantic.threshold:g}")
+    if pairs := card.pairs:
+        lengths = f"{pairs.chosen_tokens:,.1f} tokens in the mean, rejected {pairs.rejected_tokens:,.1f}"
+        lines.append(f"  the chosen answer is longer in {pairs.longer_chosen:.0%} of the pairs ({lengths})")
     for name, leak in card.leaks.items():
         example = f" ({leak.examples[0]})" if leak.examples else ""
         lines.append(f"  {name}: {leak.rows:,} rows overlap with it{example}")
@@ -58,8 +68,9 @@ def format_dataset(card: "DatasetCard") -> str:
     reason = "to balance" if card.balanced else "by weight"
     repeated = f", {card.repeated:,} rows of it again {reason}" if card.repeated else ""
     labels = f"; {len(card.labels)} labels" if card.labels else ""
+    learned = "learned" if card.pairs is None else "of chosen answers, without the rejected ones"
     lines.append(
-        f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
+        f"  training tokens {train.total:,} ({train.trained:,} {learned}){repeated}; "
         f"a row has {train.median} in the median, {train.greatest} at most{labels}"
     )
     return "\n".join([*lines, *(f"  note: {note}" for note in card.notes)])

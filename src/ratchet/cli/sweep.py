@@ -20,7 +20,7 @@ REQUESTS: "dict[RequestAction, str]" = {
     "stop": "end a trial for good, while the sweep runs or later; its checkpoint stays",
     "pause": "end a trial until --resume, while the sweep runs or later",
     "resume": "continue a trial that was paused with --pause",
-    "clone": "request a trial with the values of a trial, changed by --set",
+    "clone": "request a trial with the values of a trial, changed by --set, or started from its weights by --warm",
 }
 """Options that request something for a trial, with their help."""
 START = " (if no sweep runs, run `ratchet sweep`)"
@@ -28,7 +28,11 @@ START = " (if no sweep runs, run `ratchet sweep`)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="trials at a time, here or on the cluster (default: 1)"
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers, here or on the cluster, each with one trial or sweep.concurrent_trials at a time (default: 1)",
     )
     parser.add_argument(
         "--fork", action="store_true", help="after a change of sweep settings: start a new study from the old trials"
@@ -51,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE", help="with --clone: a changed value, such as train.rank=16"
     )
+    parser.add_argument("--warm", action="store_true", help="with --clone: a warm start, from the trial's best weights")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -60,12 +65,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     project = Project(arguments.project)
     requests = {action: number for action in REQUESTS if (number := getattr(arguments, action)) is not None}
-    if arguments.set and "clone" not in requests:
-        raise SettingsError("--set: found without --clone; expected `ratchet sweep --clone TRIAL --set KEY=VALUE`")
+    if (arguments.set or arguments.warm) and "clone" not in requests:
+        option, usage = ("--set", "--set KEY=VALUE") if arguments.set else ("--warm", "--warm")
+        raise SettingsError(f"{option}: found without --clone; expected `ratchet sweep --clone TRIAL {usage}`")
     if requests:
         [(action, number)] = requests.items()
         changes = parse_changes(arguments.set or [])
-        print_record(sweep.control_trial(project, action, number, changes), format_request, arguments)
+        result = sweep.control_trial(project, action, number, changes, arguments.warm)
+        print_record(result, format_request, arguments)
     elif arguments.adopt is not None:
         number = None if arguments.adopt is True else arguments.adopt
         print_record(sweep.adopt_trial(project, number), format_adoption, arguments)
@@ -75,11 +82,12 @@ def run(arguments: argparse.Namespace) -> None:
         from ratchet.console.sweep_table import create_sweep_display
 
         stream = sys.stderr if arguments.json else sys.stdout
-        result = sweep.sweep(
+        create_display = None if arguments.quiet else lambda: create_sweep_display(stream)
+        ended = sweep.sweep(
             project, workers=arguments.workers, fork=arguments.fork, engine=arguments.engine, chaos=arguments.chaos,
-            create_display=lambda: create_sweep_display(stream), on_progress=progress_printer(arguments),
+            create_display=create_display, on_progress=progress_printer(arguments),
         )  # fmt: skip
-        print_record(result, format_end, arguments)
+        print_record(ended, format_end, arguments)
 
 
 def format_end(result: "SweepResult") -> str:

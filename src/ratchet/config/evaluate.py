@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ratchet import http_client
 from ratchet.config.extensions import make_name_validator
@@ -21,7 +21,10 @@ from ratchet.config.fields import (
 
 ModelFormat = Literal["adapter", "merged"]
 Opponent = Literal["base", "champion", "anchor"]
-BUILTIN_METRICS = ("token_f1", "bleu", "rouge", "chrf", "length")
+Perturbation = Literal["typos", "case", "whitespace", "punctuation", "paraphrase"]
+BUILTIN_METRICS = (
+    "token_f1", "bleu", "rouge", "chrf", "length", "ifeval", "faithfulness", "semantic_similarity",
+)  # fmt: skip
 Price = Annotated[NotNegative | None, BeforeValidator(parse_number)]
 
 
@@ -30,6 +33,12 @@ def _require_distinct_opponents(value: Any) -> Any:
     if isinstance(value, tuple) and (not value or len(set(value)) != len(value)):
         raise ValueError("expected at least one of base, champion and anchor, each once")
     return value
+
+
+def _require_distinct_perturbations(kinds: tuple[Perturbation, ...]) -> tuple[Perturbation, ...]:
+    if len(set(kinds)) != len(kinds):
+        raise ValueError("expected each perturbation once")
+    return kinds
 
 
 def _require_valid_address(value: Any) -> Any:
@@ -62,6 +71,19 @@ class GeneralTextSettings(Section):
     """Maximum number of blocks, from the start of the text."""
 
 
+class AdditionalJudgeSettings(Section):
+    """Another judge, which gets the same questions."""
+
+    base_url: Annotated[str, BeforeValidator(_require_valid_address)]
+    """OpenAI-compatible server. Its key is in RATCHET_ENDPOINT_KEY_2 (the third judge's in RATCHET_ENDPOINT_KEY_3)."""
+    model: Name | None = None
+    """Model name on the server. null: the only one that it serves."""
+    input_price: Price = None
+    """Price of a million input tokens."""
+    output_price: Price = None
+    """Price of a million output tokens."""
+
+
 class JudgeSettings(Section):
     """An LLM judge that compares the candidate's answers with another model's."""
 
@@ -69,6 +91,8 @@ class JudgeSettings(Section):
     """OpenAI-compatible server that receives test rows and answers, e.g. http://127.0.0.1:8000/v1. null: no judge."""
     model: Name | None = None
     """Model name on the server. null: the only one that it serves."""
+    additional_judges: Annotated[tuple[AdditionalJudgeSettings, ...], BeforeValidator(convert_to_tuple)] = ()
+    """More judges of the same pairs; their agreement is reported as Krippendorff's alpha."""
     rubric: Name | None = None
     """Text file below data/tasks that defines a good answer. null: the rubric that comes with Ratchet."""
     against: Annotated[tuple[Opponent, ...], BeforeValidator(_require_distinct_opponents)] = ("base", "champion")
@@ -87,6 +111,15 @@ class JudgeSettings(Section):
     """Price of a million input tokens, in any currency. null: no cost is reported."""
     output_price: Price = None
     """Price of a million output tokens, in the same currency. null: no cost is reported."""
+
+    @model_validator(mode="after")
+    def _check_judges(self) -> "JudgeSettings":
+        judges = [(self.base_url, self.model), *((judge.base_url, judge.model) for judge in self.additional_judges)]
+        if self.additional_judges and self.base_url is None:
+            raise ValueError("additional_judges: found judges without a first one; set base_url")
+        if len(set(judges)) != len(judges):
+            raise ValueError("additional_judges: found the same base_url and model twice; expected different judges")
+        return self
 
 
 class Evaluate(Section):
@@ -108,7 +141,14 @@ class Evaluate(Section):
         tuple[Annotated[Name, make_name_validator("ratchet.metrics", BUILTIN_METRICS)], ...],
         BeforeValidator(convert_to_tuple),
     ] = ()
-    """More metrics of generated answers: token_f1, bleu, rouge, chrf, length, or a metric of an installed package."""
+    """More metrics of generated answers: token_f1, bleu, rouge, chrf, length, ifeval, faithfulness,
+    semantic_similarity, or a metric of an installed package."""
+    embedding_model: Name | None = None
+    """Directory of an encoder for semantic_similarity, relative to the project. null: hidden states of the base."""
+    perturbations: Annotated[
+        tuple[Perturbation, ...], BeforeValidator(convert_to_tuple), AfterValidator(_require_distinct_perturbations)
+    ] = ()
+    """Changed prompts that are answered too, as robustness/...: typos, case, whitespace, punctuation, paraphrase."""
     answer_format: Name | None = None
     """`json`, or a regular expression that answers must match; reported as format_validity. null: not measured."""
     label_scores: bool = True

@@ -10,6 +10,7 @@ and a project names it (`evaluate.metrics: [keyword_share]`). Groups and the sig
     ratchet.metrics    evaluate.metrics        (answers: Sequence[str], references: Sequence[str]) -> Sequence[float]
     ratchet.filters    prepare.filters         (messages: Sequence[Mapping[str, Any]]) -> str | None: reason to drop
     ratchet.rewards    select.reward.function  (prompts, answers, references: Sequence[str]) -> Sequence[float]
+    ratchet.loggers    machine.loggers         (run: LoggedRun) -> object with log(rows), finish(status)
     ratchet.callbacks  machine.callbacks       (run: ratchet.Run) -> object with name, on_events(events), on_end(status)
 """
 
@@ -24,7 +25,7 @@ from pydantic import AfterValidator, ValidationInfo
 from ratchet.config.fields import CHECK_ENVIRONMENT
 from ratchet.errors import SettingsError
 
-Group = Literal["ratchet.metrics", "ratchet.filters", "ratchet.rewards", "ratchet.callbacks"]
+Group = Literal["ratchet.metrics", "ratchet.filters", "ratchet.rewards", "ratchet.loggers", "ratchet.callbacks"]
 
 
 def list_extensions(group: Group) -> dict[str, EntryPoint]:

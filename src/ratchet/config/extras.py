@@ -10,14 +10,24 @@ DISTRIBUTION = "ratchet-llm"
 
 EXTRAS = {
     "export": ("gguf", "onnx", "onnxruntime", "onnxscript", "xllamacpp"),
-    "harness": ("lm_eval", "rouge_score", "sacrebleu"),
+    "language": ("py3langid",),
+    "semantic": ("sentence_transformers",),
+    "harness": ("immutabledict", "langdetect", "lm_eval", "nltk", "rouge_score", "sacrebleu"),
     "sweep": ("cmaes", "optuna"),
     "storage": ("obstore",),
     "sign": ("sigstore",),
     "postgres": ("psycopg",),
     "ray": ("ray",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "dvclive": ("dvclive",),
+    "observability": ("opentelemetry", "sentry_sdk"),
 }
 """Top-level modules of the libraries that each extra installs; `pyproject.toml` lists their distributions."""
+
+TRACE_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+SENTRY_VARIABLE = "SENTRY_DSN"
+"""Environment variables that enable the libraries of the extra observability (tracking/telemetry.py)."""
 
 
 def require_libraries(purpose: str, extra: str) -> None:

@@ -157,6 +157,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValida
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_number)]
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
+ShareOrBound = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 PositiveShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 Confidence = Annotated[float, Field(gt=0.5, lt=1), BeforeValidator(parse_number)]
 Name = Annotated[str, Field(min_length=1)]

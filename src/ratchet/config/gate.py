@@ -100,8 +100,9 @@ class BudgetRule(Section):
 def _default_kl_bounds() -> dict[str, float]:
     """Return the default limit of the KL divergence of each type, in nats. Each is a few times the measured value."""
     return {
-        "float32": 1e-4, "f32": 1e-4, "fp32": 1e-4, "float16": 1e-3, "f16": 1e-3, "bfloat16": 0.02, "bf16": 0.02,
-        "q8_0": 0.02, "int8": 0.05, "q6_k": 0.05, "q5_k_m": 0.1, "q5_k_s": 0.1, "q5_1": 0.1, "q5_0": 0.1,
+        "float32": 1e-4, "f32": 1e-4, "fp32": 1e-4, "float16": 1e-3, "f16": 1e-3, "fp16": 1e-3,
+        "bfloat16": 0.02, "bf16": 0.02, "q8_0": 0.02, "int8": 0.05,
+        "q6_k": 0.05, "q5_k_m": 0.1, "q5_k_s": 0.1, "q5_1": 0.1, "q5_0": 0.1,
         "q4_k_m": 0.2, "q4_k_s": 0.2, "q4_1": 0.3, "q4_0": 0.3, "mxfp4": 0.5, "q3_k_l": 0.5, "q3_k_m": 0.5,
         "q3_k_s": 0.7, "q2_k": 1.0, "tq1_0": 2.0, "tq2_0": 2.0,
     }  # fmt: skip

@@ -43,6 +43,8 @@ GOOGLE_SCHEMES = ("gs", "gcs")
 AZURE_SCHEMES = ("az", "abfs", "abfss")
 LOCAL_SCHEMES = ("", "file", "local")
 """Schemes of a replica that is a folder; empty: the address is a path."""
+LOGGERS = ("mlflow", "tensorboard", "wandb", "dvclive", "json_lines")
+"""Names of the loggers that are part of Ratchet (tracking/loggers.py)."""
 STAT_TIMEOUT_S = 2.0
 """Longest wait for a disk that is asked whether a path is a file. A network disk may not answer at all."""
 
@@ -202,15 +204,29 @@ def _parse_log_bytes(value: Any) -> Any:
     return size
 
 
-def _check_tracking_uri(value: Any) -> Any:
-    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*@", value):
-        raise ValueError(
+def find_server_problem(value: str) -> str | None:
+    """Return why a text is not the address of an MLflow server; None if it is one."""
+    if re.match(r"[^/]*://[^/@]*@", value):
+        return (
             "expected an address without user and password; put them into MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD"
         )
-    if isinstance(value, str) and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
-        raise ValueError("expected the address of an MLflow server, http://HOST:PORT or https://HOST")
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        return "expected the address of an MLflow server, http://HOST:PORT or https://HOST"
+    return None
+
+
+def _check_tracking_uri(value: Any) -> Any:
+    if isinstance(value, str) and (problem := find_server_problem(value)):
+        raise ValueError(problem)
     return value
+
+
+def _parse_loggers(value: Any) -> Any:
+    names = convert_to_tuple(value)
+    if isinstance(names, tuple) and len({*map(str, names)}) < len(names):
+        raise ValueError("expected each logger once")
+    return names
 
 
 def _check_metrics_file(value: Any) -> Any:
@@ -283,6 +299,10 @@ class Machine(Section):
     """Shard the frozen base over the ranks (FSDP); layers are gathered at each use. `auto`: only if needed to fit."""
     on_insufficient_memory: Literal["refuse", "report"] = "refuse"
     """If the forecast exceeds the memory: refuse the run before anything is loaded, or only report it."""
+    memory_ladder: bool = False
+    """Act before the device's memory runs out: at 80 % a notice, 85 % smaller micro-batches, 95 % a checkpoint too."""
+    max_gpu_celsius: OptionalPositiveCount = None
+    """Pause training while a GPU is hotter than this, until it is 5 degrees below. null: no limit."""
     memory_warnings: ClassVar[tuple[float, ...]] = (0.9, 0.97)
     """Fractions of the device's memory. The first time that a phase of a run exceeds one, there is an alert."""
     checkpoint_every: Annotated[str | int, BeforeValidator(_check_interval)] = "auto"
@@ -304,11 +324,13 @@ class Machine(Section):
     restart_delay_s: NotNegative = 1.0
     """Delay before a restart, in seconds. It doubles while there is no progress."""
     study_storage: Annotated[str | None, BeforeValidator(_check_study_storage)] = None
-    """Database of Optuna studies, such as postgresql://user@host/name. null: an SQLite file in experiments/sweeps."""
+    """Database of Optuna studies and of the job queue, such as postgresql://user@host/name. null: SQLite files here."""
     lease_timeout_s: Annotated[float, Field(ge=2, allow_inf_nan=False), BeforeValidator(parse_number)] = 60.0
     """After this time without a heartbeat, in seconds, another machine takes over a trial or a replicated run."""
     replica: Annotated[Name | None, BeforeValidator(_check_replica_url)] = None
     """Second copy of each run: s3://, gs:// or az://BUCKET/FOLDER, or a shared folder. Not for trials of sweeps."""
+    replica_mirror: Annotated[Name | None, BeforeValidator(_check_replica_url)] = None
+    """Copy of `replica` in this region, made by the storage service. A restore reads large files from it first."""
     replica_interval_s: Positive = 30.0
     """Interval for copying new journal lines to the replica, in seconds. Checkpoints are copied as soon as saved."""
     replica_bytes_per_s: Annotated[PositiveCount | None, BeforeValidator(parse_size)] = None
@@ -318,7 +340,9 @@ class Machine(Section):
     tracking_timeout_s: NotNegative = 120.0
     """Maximum wait for MLflow at the end of a run or stage, in seconds. The rest is sent next time."""
     tracking_uri: Annotated[str | None, BeforeValidator(_check_tracking_uri)] = None
-    """MLflow server for runs and sweeps, such as https://mlflow.example. null: the project's mlruns/."""
+    """MLflow server for runs, sweeps and registered models. null: MLFLOW_TRACKING_URI, else the project's mlruns/."""
+    logged_answers: Count = 20
+    """Generated answers of stage evaluate that MLflow gets as traces, with question, scores and verdicts. 0: none."""
     metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(parse_number)] = None
     """Port on which Prometheus can scrape metrics during training. null: none."""
     metrics_host: Name = "127.0.0.1"
@@ -327,6 +351,10 @@ class Machine(Section):
     """File for node_exporter's textfile collector with the same metrics: an absolute path NAME.prom. null: none."""
     metrics_scrape_wait_s: NotNegative = 20.0
     """Maximum wait for a last scrape at the end of a run, in seconds, if scrapes came at such intervals. 0: no wait."""
+    loggers: Annotated[
+        tuple[Annotated[Name, make_name_validator("ratchet.loggers", LOGGERS)], ...], BeforeValidator(_parse_loggers)
+    ] = ("mlflow",)
+    """Where metrics go: mlflow, tensorboard, wandb, dvclive, json_lines, or a name from a package's ratchet.loggers."""
     callbacks: Annotated[
         tuple[Annotated[Name, make_name_validator("ratchet.callbacks")], ...], BeforeValidator(convert_to_tuple)
     ] = ()

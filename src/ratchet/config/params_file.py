@@ -17,6 +17,7 @@ from ruamel.yaml.nodes import MappingNode, Node
 from ruamel.yaml.reader import ReaderError
 
 from ratchet.config import defaults
+from ratchet.config.evaluate import AdditionalJudgeSettings
 from ratchet.config.export import AdditionalAdapterSettings
 from ratchet.config.fields import CHECK_ENVIRONMENT, Section, parse_number
 from ratchet.config.gate import RULES, MustImproveRule
@@ -25,7 +26,7 @@ from ratchet.config.promote import HookSettings
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import SweepParameter
 from ratchet.errors import SettingsError
-from ratchet.redaction import redact
+from ratchet.redaction import SETTING_PREFIX, redact
 
 COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
 """Options that override a setting. Messages name both."""
@@ -47,12 +48,15 @@ Changes = Mapping[str, Any]
 """New values by dotted name, such as `train.rank`."""
 
 
-def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
+def load(
+    path: Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> Settings:
     """Read and validate params.yaml.
 
     Args:
         path: the file.
-        overrides: values that replace those of the file, by dotted name: `{"train.rank": 16}`.
+        overrides: values that replace those of the file and the environment, by dotted name: `{"train.rank": 16}`.
+        environment: environment variables; those that begin with SETTING_PREFIX replace values of the file.
 
     Raises:
         SettingsError: the message lists every problem with file, line, setting, value found, and value expected.
@@ -63,10 +67,15 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Settings:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    return parse(text, path.name, overrides)
+    return parse(text, path.name, overrides, environment)
 
 
-def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | None = None) -> Settings:
+def parse(
+    text: str,
+    name: str = "params.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
     """Validate the text of a params.yaml as `load` does. `name` is the file name in messages; empty: messages have no
     file and no line."""
     document, plain = _read_document(text, name)
@@ -74,22 +83,26 @@ def parse(text: str, name: str = "params.yaml", overrides: Mapping[str, Any] | N
     overrides = {} if overrides is None else overrides
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
         raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
-    for key, value in overrides.items():
-        if not key:
-            raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
-        _override(plain, key, value)
+    if "" in overrides:
+        raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
+    variables = read_variables(environment or {})
+    labels = {key: f"override {key}" for key in overrides}  # first, because they win
+    labels |= {key: name_variable(key) for key in variables if key not in overrides}
+    for source in (variables, overrides):
+        for key, value in source.items():
+            _override(plain, key, value, labels[key])
     defaults.fill_old_defaults(plain, version)
     try:
         return Settings.model_validate(plain, context={CHECK_ENVIRONMENT: True})
     except ValidationError as error:
         problems: dict[str, None] = {}  # ordered; several branches of a union may reject a value with the same line
         for item in map(dict, error.errors()):
-            overridden = next((key for key in overrides if _is_caused_by(item, key)), None)
+            overridden = next((key for key in labels if _is_caused_by(item, key)), None)
             if overridden is None:
-                replaced = f" (with other values of {', '.join(overrides)})" if overrides else ""
+                replaced = f" (with other values of {', '.join(labels)})" if labels else ""
                 problems[_format_problem(document, item, name) + replaced] = None
             else:
-                problems[_format_override_problem(overridden, item)] = None
+                problems[_format_override_problem(overridden, labels[overridden], item)] = None
         raise SettingsError("\n".join(problems)) from None
 
 
@@ -102,11 +115,42 @@ def parse_changes(items: Sequence[str]) -> dict[str, Any]:
             raise SettingsError(f"--set {item}: expected KEY=VALUE, such as train.learning_rate=1e-4")
         if key in changes:
             raise SettingsError(f"--set {item}: found {key} twice; remove one")
-        try:
-            changes[key] = YAML(typ="safe", pure=True).load(text)
-        except (YAMLError, ValueError):  # an impossible date is a ValueError
-            raise SettingsError(f"--set {item}: found {text!r}; expected a value as in params.yaml") from None
+        changes[key] = _parse_value(text, f"--set {item}")
     return changes
+
+
+def _parse_value(text: str, label: str) -> Any:
+    """Return a value that is written as in params.yaml. Raises SettingsError, whose message begins with the label."""
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, ValueError):  # an impossible date is a ValueError
+        raise SettingsError(f"{label}: found {_format_found(text)}; expected a value as in params.yaml") from None
+
+
+def name_variable(key: str) -> str:
+    """Return the environment variable of a setting: `RATCHET__TRAIN__RANK` for `train.rank`."""
+    return SETTING_PREFIX + key.upper().replace(".", "__")
+
+
+def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of settings in environment variables, by dotted name; a section precedes its settings.
+
+    Raises:
+        SettingsError: a variable is not written as `RATCHET__TRAIN__RANK`, or its value is empty or no YAML.
+    """
+    for variable in environment:
+        if variable.upper().startswith("RATCHET_"):  # without this check, RATCHET_TRAIN__RANK would silently do nothing
+            meant = _list_variable_spellings().get(variable.upper().replace("_", ""))
+            if meant not in (None, variable):
+                raise SettingsError(f"{variable}: unknown variable; did you mean {meant}?")
+    values: dict[str, Any] = {}
+    for variable in sorted(name for name in environment if name.startswith(SETTING_PREFIX)):
+        text = environment[variable].strip()
+        if not text:
+            raise SettingsError(f"{variable}: found nothing; unset it, or write null for no value")
+        key = variable.removeprefix(SETTING_PREFIX).lower().replace("__", ".")
+        values[key] = _parse_value(text, variable)
+    return values
 
 
 def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
@@ -145,21 +189,31 @@ class EffectiveSetting(NamedTuple):
     value: str
     """As in params.yaml."""
     origin: str
-    """`default`, `default of version N`, or file and line."""
+    """`default`, `default of version N`, file and line, an environment variable, or `--set`."""
 
 
-def explain(text: str, name: str = "params.yaml") -> tuple[int, list[EffectiveSetting]]:
+def explain(
+    text: str,
+    name: str = "params.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, list[EffectiveSetting]]:
     """Return the version of the defaults, and every setting with its effective value and its origin.
 
     Raises:
-        SettingsError: the text is not valid.
+        SettingsError: the text, an override or a variable is not valid.
     """
-    settings = parse(text, name)
+    settings = parse(text, name, overrides, environment)
+    replaced = {key: name_variable(key) for key in read_variables(environment or {})}
+    replaced |= dict.fromkeys(overrides or {}, "--set")
     document, plain = _read_document(text, name)
     version = _pop_version(document, plain, name)
     old_defaults = defaults.fill_old_defaults(plain, version)
 
     def find_origin(key: str) -> str:
+        for part in (key, *(key.rsplit(".", count)[0] for count in range(1, key.count(".") + 1))):
+            if part in replaced:
+                return replaced[part]
         if key in old_defaults:
             return f"default of version {version}"
         node: Any = document
@@ -235,13 +289,13 @@ def _list_sections(section: type[Section]) -> list[type[Section]]:
     return list(found)
 
 
-def _override(sections: dict[str, Any], name: str, value: Any) -> None:
+def _override(sections: dict[str, Any], name: str, value: Any, label: str) -> None:
     """Set a value by its dotted name. Raises SettingsError if the name goes through a setting that is not a section."""
     keys = name.split(".")
     for key in keys[:-1]:
         sections = sections.setdefault(key, {})
         if not isinstance(sections, dict):
-            raise SettingsError(f"override {name}: unknown setting; {key} is not a section")
+            raise SettingsError(f"{label}: unknown setting; {key} is not a section")
     sections[keys[-1]] = value
 
 
@@ -289,9 +343,9 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
     return f"{name}:{line}: {complaint}" if name else complaint
 
 
-def _format_override_problem(key: str, item: dict[str, Any]) -> str:
-    option = COMMAND_LINE_OPTIONS.get(key)
-    name = f"{option} ({key})" if option else f"override {key}"
+def _format_override_problem(key: str, label: str, item: dict[str, Any]) -> str:
+    option = COMMAND_LINE_OPTIONS.get(key) if label.startswith("override ") else None
+    name = f"{option} ({key})" if option else label
     return _format_complaint(name, [str(part) for part in item["loc"]], item)
 
 
@@ -349,6 +403,13 @@ def _list_setting_names() -> tuple[str, ...]:
                 yield from walk(field.annotation, f"{prefix}{name}.")
 
     return tuple(walk(Settings, ""))
+
+
+@functools.cache
+def _list_variable_spellings() -> dict[str, str]:
+    """Return the variable of each setting by its name without underscores."""
+    variables = [name_variable(name) for name in _list_setting_names() if "." in name]
+    return {variable.replace("_", ""): variable for variable in variables}
 
 
 def _format_found(value: Any) -> str:
@@ -457,6 +518,7 @@ def _list_known_keys(path: list[str]) -> list[str]:
         lists: dict[str, tuple[type[Section], ...]] = {
             "hooks": (HookSettings,),
             "additional_adapters": (AdditionalAdapterSettings,),
+            "additional_judges": (AdditionalJudgeSettings,),
         }
         kinds = next((lists[key] for key in path if key in lists), RULES)
         return sorted({key for kind in kinds for key in kind.model_fields})

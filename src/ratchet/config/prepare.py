@@ -10,6 +10,7 @@ from ratchet.config.fields import (
     Fraction,
     Name,
     Names,
+    Number,
     PositiveCount,
     Section,
     convert_to_tuple,
@@ -18,7 +19,7 @@ from ratchet.config.fields import (
     wrap_single_value,
 )
 
-RecordSchema = Literal["auto", "columns", "alpaca", "messages", "sharegpt", "instances", "choices"]
+RecordSchema = Literal["auto", "columns", "alpaca", "messages", "sharegpt", "instances", "choices", "preferences"]
 DropLimit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)] | None
 
 
@@ -28,7 +29,9 @@ class ColumnSettings(Section):
     prompt: Name | None = None
     """Column with the user's message."""
     response: Name | None = None
-    """Column with the assistant's answer."""
+    """Column with the assistant's answer; of two answers, the chosen one."""
+    rejected: Name | None = None
+    """Column with the rejected answer, for prepare.task: preferences."""
     system: Name | None = None
     """Column with a system message, if any."""
     messages: Name | None = None
@@ -61,6 +64,8 @@ class SourceSettings(Section):
     """Configuration of the dataset, if it has several."""
     dataset_split: Name = "train"
     """Split of the dataset to read."""
+    streaming: bool = False
+    """Read the dataset over the network in each preparation instead of keeping a copy on disk."""
     weight: Annotated[float, Field(gt=0, le=1000), BeforeValidator(parse_number)] = 1
     """How often each training row occurs in an epoch. A fractional part is drawn for each row by its content."""
     record_schema: RecordSchema = "auto"
@@ -76,6 +81,8 @@ class SourceSettings(Section):
             raise ValueError("expected either files or dataset")
         if self.dataset and not self.revision:
             raise ValueError("revision: missing; set a commit of the dataset, so that later runs read the same rows")
+        if self.streaming and not self.dataset:
+            raise ValueError("streaming: applies to a dataset of the hub only; files are always streamed; remove it")
         if self.weight != 1 and self.split in ("validation", "test"):
             raise ValueError(f"weight: applies to training rows only, but split is {self.split}; remove one of them")
         return self
@@ -104,8 +111,8 @@ class SplitSettings(Section):
     """Seed of the split."""
     group: Name | None = None
     """Field whose equal values stay in one split (conversation, document, user). null: rows are split one by one."""
-    stratify: Name | None = None
-    """Field (or `length`) in each of whose values the fractions hold. New rows may then move a few others."""
+    stratify: Annotated[tuple[Name, ...] | None, BeforeValidator(wrap_single_value)] = None
+    """Fields (or `length`) in each combination of whose values the fractions hold. New rows may move a few others."""
     time: Name | None = None
     """Field with a date or number: the newest rows become test, the next validation. New rows move the borders."""
 
@@ -130,6 +137,15 @@ class DeduplicationSettings(Section):
     """Words in a shingle."""
     permutations: ClassVar[int] = 128
     """MinHash permutations. More find more pairs just above the threshold, and take longer."""
+
+
+class SemanticDuplicateSettings(Section):
+    """Rows of the same meaning in other words, by embeddings."""
+
+    model: Name | None = None
+    """Folder below data/raw with a sentence-transformers or model2vec model. null: no search."""
+    threshold: Annotated[float, Field(ge=0.7, le=1), BeforeValidator(parse_number)] = 0.95
+    """Drop a row if the cosine of its embedding with another row's is at least this."""
 
 
 def _parse_category_rows(value: Any) -> Any:
@@ -162,9 +178,33 @@ class LeakageSettings(Section):
     """Rows that overlap: `drop` them, or `fail` with a list of them."""
 
 
+QualityCheck = Literal["language", "spam", "garbled", "cut_off", "low_score"]
+
+
+class QualitySettings(Section):
+    """Checks of the text of each row. A row that fails one is reported on the dataset card."""
+
+    drop: Annotated[tuple[QualityCheck, ...], BeforeValidator(wrap_single_value)] = ()
+    """Checks whose rows are dropped: language, spam, garbled, cut_off, low_score. The others only report rows."""
+    field: Name | None = None
+    """Field with a number that says how good a row is, for the check low_score. null: no such check."""
+    minimum: Number | None = None
+    """Smallest number of `field` that passes."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "QualitySettings":
+        if (self.field is None) != (self.minimum is None):
+            missing, present = ("minimum", "field") if self.minimum is None else ("field", "minimum")
+            raise ValueError(f"{missing}: missing; set it, or remove {present}")
+        if "low_score" in self.drop and self.field is None:
+            raise ValueError("drop: found low_score without a field; set field and minimum, or remove low_score")
+        return self
+
+
 DropReason = Literal[
-    "malformed", "refused", "control_token", "empty_prompt", "empty_answer", "fully_masked", "too_short", "too_long",
-    "truncated", "filtered", "duplicate", "near_duplicate", "leaked",
+    "malformed", "refused", "control_token", "empty_prompt", "empty_answer", "equal_answers", "fully_masked",
+    "too_short", "too_long", "truncated", "filtered", "language", "spam", "garbled", "cut_off", "low_score",
+    "duplicate", "near_duplicate", "semantic_duplicate", "leaked",
 ]  # fmt: skip
 """Reasons for which a row is dropped. Rows that were `truncated` are not dropped, but have a limit too."""
 
@@ -183,15 +223,22 @@ DROP_REASONS: dict[DropReason, DropReasonRule] = {
     "control_token": DropReasonRule(0.01, "Texts that contain a control token of the model."),
     "empty_prompt": DropReasonRule(None, "Rows with an empty prompt."),
     "empty_answer": DropReasonRule(None, "Rows with an empty answer."),
+    "equal_answers": DropReasonRule(None, "Pairs whose chosen and rejected answers are equal."),
     "fully_masked": DropReasonRule(0.01, "Rows without a trained token after masking and truncation."),
     "too_short": DropReasonRule(None, "Answers with fewer tokens than min_answer_tokens."),
     "too_long": DropReasonRule(None, "Conversations with more tokens than max_tokens, if too_long is drop."),
-    "truncated": DropReasonRule(0.005, "Conversations that were truncated, if too_long is truncate."),
+    "truncated": DropReasonRule(0.005, "Conversations that were truncated, if too_long is one of truncate."),
     "filtered": DropReasonRule(None, "Rows that a filter of prepare.filters drops."),
+    "language": DropReasonRule(None, "Rows in a language that prepare.languages does not name."),
+    "spam": DropReasonRule(None, "Answers that consist of repetitions or symbols, or hold placeholder text."),
+    "garbled": DropReasonRule(None, "Texts with characters that a wrong encoding destroyed."),
+    "cut_off": DropReasonRule(None, "Answers that end inside a sentence or a code block."),
+    "low_score": DropReasonRule(None, "Rows with less than prepare.quality.minimum in the field of their quality."),
     "duplicate": DropReasonRule(None, "Exact duplicates."),
     "near_duplicate": DropReasonRule(
         0.2, "Near-duplicates. A larger share often means that rows share a long instruction."
     ),
+    "semantic_duplicate": DropReasonRule(0.2, "Rows with the meaning of another row (prepare.semantic_duplicates)."),
     "leaked": DropReasonRule(None, "Rows that overlap with an evaluation set."),
 }
 
@@ -206,31 +253,40 @@ class Prepare(Section):
     ] = (SourceSettings(files="data/raw/data.jsonl"),)
     """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz ...), or {files: x, weight: 2, ...}."""
     record_schema: RecordSchema = "auto"
-    """columns, alpaca, messages (OpenAI), sharegpt, instances, choices, or `auto`: detected from the first records."""
+    """columns, alpaca, messages (OpenAI), sharegpt, instances, choices, preferences, or `auto`: detected."""
     columns: ColumnSettings = ColumnSettings()
     """Names of the source columns. null: found by their usual names, and reported."""
-    task: Literal["labels", "text"] = "text"
-    """`labels`: answers come from a small set, so accuracy is measured per class. `text`: free text."""
+    task: Literal["labels", "text", "preferences"] = "text"
+    """`labels`: answers from a small set (accuracy per class). `text`: free text. `preferences`: pairs of answers."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers to train on: all or the last, unless flagged `train: false` or `weight: 0`; or only flagged ones."""
+    """Answers to train on: all or the last, unless flagged `train: false` or `weight: 0`; or only flagged ones.
+    Of `preferences`, always the last."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: kept, or merged into the first user turn (for templates that refuse them)."""
     filters: Annotated[
         tuple[Annotated[Name, make_name_validator("ratchet.filters")], ...], BeforeValidator(convert_to_tuple)
     ] = ()
     """Filters of installed packages (entry points ratchet.filters): a row that one gives a reason for is dropped."""
+    languages: Annotated[
+        tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...], BeforeValidator(wrap_single_value)
+    ] = ()
+    """Languages of the rows (ISO 639 codes such as en), for the check language. Empty: languages are not detected."""
+    quality: QualitySettings = QualitySettings()
+    """Checks of the text of each row, which report or drop."""
     extra_fields: Names = ()
     """Fields of the records to keep with their row, such as categories for evaluate.slice_by. Never trained on."""
     split: SplitSettings = SplitSettings()
     """Split into training, validation and test rows."""
     max_tokens: PositiveCount = 256
     """Maximum length of a conversation in tokens, template included."""
-    too_long: Literal["drop", "truncate", "raise"] = "drop"
-    """Longer conversations: dropped, truncated (an answer keeps its end-of-turn token), or an error."""
+    too_long: Literal["drop", "truncate", "truncate_prompt", "truncate_both", "raise"] = "drop"
+    """Longer conversations: dropped, an error, or cut: the answers, the prompts, or both by the same share."""
     min_answer_tokens: PositiveCount = 1
     """Minimum number of answer tokens in a row, end-of-turn token excluded."""
     deduplication: DeduplicationSettings = DeduplicationSettings()
     """Removal of near-duplicates."""
+    semantic_duplicates: SemanticDuplicateSettings = SemanticDuplicateSettings()
+    """Removal of rows of the same meaning."""
     balance: BalanceSettings = BalanceSettings()
     """The same number of training rows for each category."""
     leakage: LeakageSettings = LeakageSettings()
@@ -245,6 +301,13 @@ class Prepare(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Prepare":
+        if self.task == "preferences" and self.too_long in ("truncate_prompt", "truncate_both"):
+            raise ValueError(
+                f"too_long: found {self.too_long} with task preferences; both answers of a pair need the same prompt; "
+                "set drop or truncate"
+            )
+        if "language" in self.quality.drop and not self.languages:
+            raise ValueError("quality.drop: found language, but languages is empty; set it, or remove language")
         weighted = next((source.label for source in self.sources if source.weight != 1), None)
         if self.balance.by is not None and weighted is not None:
             raise ValueError(

@@ -25,13 +25,14 @@ DIRECTIONS: dict[str, Direction] = {
     "accuracy": "maximize",
     "exact_match": "maximize",
     "token_f1": "maximize",
+    "preference_accuracy": "maximize",
     "memory_bytes": "minimize",
     "adapter_bytes": "minimize",
     "train_seconds": "minimize",
     "trained_tokens": "minimize",
 }
-"""Metrics that an objective may use. The three with `maximize` need answers to validation rows; the others come from
-the run itself."""
+"""Metrics that an objective may use. Those with `maximize` are measured on validation rows after the training; the
+others come from the run itself."""
 
 MAX_GP_PARAMETERS = 5
 """Maximum number of ranges for which `auto` takes a Gaussian process. With more, it needs more trials than a sweep has
@@ -111,7 +112,8 @@ class ObjectiveSettings(Section):
     """An objective of the sweep."""
 
     metric: Name = "validation_loss"
-    """validation_loss, accuracy, exact_match, token_f1, memory_bytes, adapter_bytes, train_seconds, trained_tokens."""
+    """validation_loss, accuracy, exact_match, token_f1, preference_accuracy, memory_bytes, adapter_bytes,
+    train_seconds, trained_tokens."""
     direction: Literal["auto", "minimize", "maximize"] = "auto"
     """minimize, maximize, or `auto`: the direction in which the metric improves."""
 
@@ -183,8 +185,8 @@ class Sweep(Section):
     )
     """Objectives. With several, the Pareto front is searched and nothing is pruned."""
     concurrent_trials: Literal["auto"] | Annotated[PositiveCount, Field(le=64)] = "auto"
-    """Trials that one worker trains together, in one pass of the base. auto: up to 8 on a GPU, as memory allows; 1
-    without one."""
+    """Trials that one worker trains together, in one pass of the base, as memory allows. auto: 1, until groups are
+    measured on a GPU."""
     trials: PositiveCount = 20
     """Total number of trials, over all starts of the sweep. Trials that a fork takes over are not counted."""
     max_hours: Positive | None = None

@@ -1,5 +1,6 @@
 """Section `train` of params.yaml: quantization, adapter, optimizer and schedule of the training."""
 
+import copy
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from ratchet.config.fields import (
     PositiveShare,
     Section,
     Share,
+    ShareOrBound,
+    convert_to_tuple,
     parse_number,
 )
 
@@ -26,33 +29,68 @@ class EarlyStoppingSettings(Section):
     """When training stops before the last step."""
 
     patience: Count = 0
-    """Validations in a row without improvement before training stops. 0: never stop early."""
+    """Validations in a row without improvement before training stops. 0: no such limit."""
     threshold: NotNegative = 0.0
     """Smallest decrease of the validation loss that counts as improvement, in nats per token."""
+    plateau_validations: Annotated[Annotated[int, Field(ge=4)] | None, BeforeValidator(parse_number)] = None
+    """Training stops if this many last validations show no improving trend (Mann-Kendall, p < 0.05). null: no test."""
+    metrics: Annotated[tuple[Literal["loss", "token_accuracy"], ...], BeforeValidator(convert_to_tuple)] = ("loss",)
+    """Training stops early only if none of these metrics of the validation improves: loss, token_accuracy."""
+
+    @model_validator(mode="after")
+    def _require_metric(self) -> "EarlyStoppingSettings":
+        if not self.metrics:
+            raise ValueError("metrics: found []; expected loss, token_accuracy, or both")
+        return self
+
+    @property
+    def is_active(self) -> bool:
+        """Whether training may stop early."""
+        return self.patience > 0 or self.plateau_validations is not None
 
 
 class GuardSettings(Section):
-    """Reaction to non-finite and exploding gradients, before the optimizer step."""
+    """Reaction to non-finite and exploding gradients and to abnormal losses, before the optimizer step."""
 
     on_non_finite: Literal["skip", "roll_back", "stop"] = "skip"
     """Reaction if loss or gradient norm is NaN or infinite, and again when the step is recomputed."""
     on_spike: Literal["report", "skip", "roll_back"] = "report"
     """Reaction if the gradient norm is far above recent ones. `roll_back` discards the steps since a snapshot."""
+    on_loss_spike: Literal["ignore", "report", "skip", "roll_back"] = "ignore"
+    """Reaction if the loss of a step is far above recent ones."""
+    on_rising_loss: Literal["ignore", "report", "roll_back", "stop"] = "ignore"
+    """Reaction if the losses of the last window_steps rise, by the test of Mann (1945) and Kendall, p below 0.0001."""
     spike_deviations: Positive = 20.0
-    """A spike: unclipped gradient norm this many scaled median absolute deviations above the running median."""
+    """A spike: loss or unclipped gradient norm this many scaled median absolute deviations above the running median."""
     window_steps: Annotated[int, Field(ge=8), BeforeValidator(parse_number)] = 50
     """Good steps for median and deviation, and steps in which bad ones are counted."""
     max_bad_steps: Count = 5
     """Bad steps allowed within window_steps; one more stops the run with a diagnosis."""
     learning_rate_factor: PositiveShare = 1.0
-    """At each bad step, multiply the learning rate of the rest of the run by this."""
+    """At each bad step, multiply the learning rate of the following steps by this."""
+    recovery_steps: Count = 0
+    """Good steps after which one such multiplication is undone. 0: the rate stays lower for the rest of the run."""
     snapshot_every_steps: PositiveCount = 50
     """Steps between snapshots for `roll_back`. Without a `roll_back` rule no snapshot is taken."""
+
+    @model_validator(mode="after")
+    def _check_window(self) -> "GuardSettings":
+        if self.on_rising_loss != "ignore" and self.window_steps < 10:
+            raise ValueError(
+                f"window_steps: found {self.window_steps}; on_rising_loss needs at least 10, because fewer losses "
+                "that rise at every step may do so by chance"
+            )
+        return self
 
     @property
     def uses_roll_back(self) -> bool:
         """Whether any reaction is `roll_back`."""
-        return "roll_back" in (self.on_non_finite, self.on_spike)
+        return "roll_back" in (self.on_non_finite, self.on_spike, self.on_loss_spike, self.on_rising_loss)
+
+    @property
+    def uses_losses(self) -> bool:
+        """Whether any rule needs the losses of previous steps."""
+        return (self.on_loss_spike, self.on_rising_loss) != ("ignore", "ignore")
 
 
 class AdaLoraSettings(Section):
@@ -126,9 +164,18 @@ class DistillSettings(Section):
         return self
 
 
+Objective = Literal["sft", "dpo", "ipo", "orpo"]
+PREFERENCE_STATISTICS = ("reward_margin", "reward_accuracy", "chosen_log_probability", "rejected_log_probability", "kl")
+"""Statistics of preference tuning, each a mean over pairs (see preference_loss.py)."""
+
+
 class Train(Section):
     """Fine-tuning: quantization, adapter, optimizer and schedule."""
 
+    objective: Objective = "sft"
+    """sft: learn the answers. dpo, ipo, orpo: prefer chosen to rejected answers (prepare.task: preferences)."""
+    beta: Positive = 0.1
+    """dpo, ipo: how strongly the model is kept near the reference. orpo: weight of the odds ratio. Unused by sft."""
     quantization: Literal["nf4", "fp4", "none"] = "nf4"
     """Storage of the frozen base's linear layers: 4 bits (NF4 or FP4, Dettmers et al. 2023), or none (plain LoRA)."""
     double_quantization: bool = True
@@ -149,8 +196,10 @@ class Train(Section):
     """Ranks of particular modules: names or regular expressions, matched against the end of the module's name."""
     alpha_pattern: dict[Name, Positive] = Field(default_factory=dict)
     """Alphas of particular modules, in the same way."""
-    initialization: Literal["zero", "pissa"] = "zero"
-    """zero: B = 0, so the model starts unchanged. pissa: principal singular vectors (Meng et al. 2024; no 4 bits)."""
+    initialization: Literal["zero", "gaussian", "orthogonal", "eva", "loftq", "pissa"] = "zero"
+    """zero, gaussian: B = 0, A uniform or normal. Others: docs/models.md. Only loftq starts as another model."""
+    init_adapter: Name | None = None
+    """Start from trained weights: a RunId, adapter, checkpoint, or hub id (org/name@commit). null: new weights."""
     adalora: AdaLoraSettings = AdaLoraSettings()
     """AdaLoRA's rank schedule. Used only if adapter is adalora."""
     adapter_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -173,10 +222,18 @@ class Train(Section):
     """Peak learning rate."""
     loraplus_lr_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False), BeforeValidator(parse_number)] = 1.0
     """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices is this times learning_rate. 1: the same."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay of the learning rate after warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "polynomial", "exponential", "warmup_stable_decay"] = "cosine"
+    """Decay of the learning rate after warm-up. warmup_stable_decay: constant, then a cooldown (Hägele et al. 2024)."""
+    final_learning_rate_share: ShareOrBound = 0.0
+    """The learning rate decays to this share of learning_rate; above 0 for `exponential`. Not used by `constant`."""
+    polynomial_power: Positive = 2.0
+    """Power of the share of steps that are left. Used only if schedule is polynomial; 1 is the same as linear."""
+    cooldown_ratio: PositiveShare = 0.2
+    """Fraction of all steps at the end in which the rate decays. Used only if schedule is warmup_stable_decay."""
     warmup_ratio: Fraction = 0.05
     """Fraction of all steps in which the learning rate rises linearly."""
+    warmup_steps: Annotated[Count | None, BeforeValidator(parse_number)] = None
+    """The same as a number of optimizer steps. null: warmup_ratio applies."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """torch's AdamW, or bitsandbytes' with 8-bit states (paged: states can move to host memory; GPU only)."""
     weight_decay: NotNegative = 0.0
@@ -184,9 +241,11 @@ class Train(Section):
     max_grad_norm: Positive = 1.0
     """Clip gradients to this global L2 norm."""
     guards: GuardSettings = GuardSettings()
-    """Reaction to non-finite and exploding gradients, before the optimizer step."""
+    """Reaction to non-finite and exploding gradients and to abnormal losses, before the optimizer step."""
     validate_every_steps: PositiveCount = 50
     """Optimizer steps between validations. The last step is always validated."""
+    validate_every_epochs: Annotated[Positive | None, BeforeValidator(parse_number)] = None
+    """The same as a share of an epoch (0.25: four times), rounded to steps. null: validate_every_steps applies."""
     early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
     """When training stops before the last step."""
     final_checkpoint: Literal["best", "last"] = "best"
@@ -216,8 +275,15 @@ class Train(Section):
         return self
 
     @property
+    def rows_per_example(self) -> int:
+        """Number of answers that the objective compares; each is a row of tokens."""
+        return 1 if self.objective == "sft" else 2
+
+    @property
     def grouping_obstacle(self) -> str | None:
         """Why a run with these settings cannot share its base with other runs of a process; None if it can."""
+        if self.objective != "sft":
+            return f"objective: {self.objective} compares two answers in a pass"
         if self.initialization == "pissa":
             return "initialization: pissa changes the weights of the base"
         if self.distill.teacher is not None:
@@ -231,17 +297,43 @@ REMOVED: Mapping[str, dict[str, Any]] = {
 }
 """Settings that were removed, with their former defaults, by section."""
 
+ADDED = (
+    "final_learning_rate_share",
+    "polynomial_power",
+    "cooldown_ratio",
+    "warmup_steps",
+    "validate_every_epochs",
+    "early_stopping.plateau_validations",
+    "early_stopping.metrics",
+    "guards.on_loss_spike",
+    "guards.on_rising_loss",
+    "guards.recovery_steps",
+)
+"""Settings that are newer than many runs. They are part of the identity only if they differ from their default."""
+
 
 def train_identity(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the section (as JSON) that determines the result.
 
-    `distill` is included only if a teacher is set, and its `mode` only if it is `online`, because many runs are older
-    than these settings. Settings that were removed are included with their former default. So runs keep their identity.
+    `distill` is included only if a teacher is set, and its `mode` only if it is `online`, and `init_adapter` only if it
+    is set, `objective` and `beta` only if the objective is not `sft`, and the settings in ADDED only if they differ
+    from their defaults, because many runs are older than these settings. Settings that were removed are included with
+    their former default. So runs keep their identity.
     """
-    identity, distill = dict(train), train.get("distill")
+    identity, distill = copy.deepcopy(dict(train)), train.get("distill")
     for section, removed in REMOVED.items():
         if isinstance(values := identity.get(section), dict):
             identity[section] = removed | values
+    defaults = Train().model_dump(mode="json")
+    for name in ADDED:
+        section, _, leaf = name.rpartition(".")
+        values, default = (identity.get(section), defaults[section]) if section else (identity, defaults)
+        if isinstance(values, dict) and leaf in values and values[leaf] == default[leaf]:
+            del values[leaf]
+    if identity.get("init_adapter") is None:
+        identity.pop("init_adapter", None)
+    if identity.get("objective") == "sft":
+        del identity["objective"], identity["beta"]
     if isinstance(distill, dict):
         del identity["distill"]
         if distill.get("teacher") is not None:
@@ -252,18 +344,8 @@ def train_identity(train: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_conflict(train: Train) -> str | None:
     """Return why settings exclude each other, or None."""
-    if train.initialization == "pissa" and train.quantization != "none":
-        return (
-            f"initialization: pissa subtracts singular vectors from the base's weights, which peft supports for 16 and "
-            f"32 bits only, not {train.quantization}; set quantization: none, or initialization: zero"
-        )
-    if train.initialization == "pissa" and train.adapter != "lora":
-        return f"initialization: pissa supports plain LoRA only, not {train.adapter}; set adapter: lora"
-    if train.adapter_dtype == "float16" and train.optimizer == "adamw":
-        return (
-            "adapter_dtype: with float16, AdamW's first step gives NaN (its epsilon rounds to 0); set bfloat16 or "
-            "float32"
-        )
+    if problem := _find_initialization_conflict(train) or _find_optimizer_conflict(train):
+        return problem
     if isinstance(train.target_modules, str):
         try:
             re.compile(train.target_modules)
@@ -272,7 +354,60 @@ def _find_conflict(train: Train) -> str | None:
                 f"target_modules: found {train.target_modules!r}; expected attention, mlp, all, a list of module "
                 f"names, or a regular expression ({error})"
             )
-    return _find_adalora_conflict(train) if train.adapter == "adalora" else None
+    return _find_objective_conflict(train) or (_find_adalora_conflict(train) if train.adapter == "adalora" else None)
+
+
+def _find_objective_conflict(train: Train) -> str | None:
+    if train.objective != "sft" and train.distill.teacher is not None:
+        return f"objective: {train.objective} has no teacher; set distill.teacher: null, or objective: sft"
+    if train.objective != "sft" and "token_accuracy" in train.early_stopping.metrics:
+        return (
+            f"early_stopping.metrics: found token_accuracy, which objective: {train.objective} does not compute; set "
+            "[loss], or objective: sft"
+        )
+    return None
+
+
+def _find_initialization_conflict(train: Train) -> str | None:
+    name = train.initialization
+    if train.init_adapter is not None and (name != "zero" or train.adapter == "adalora"):
+        setting = "adapter: adalora" if name == "zero" else f"initialization: {name}"
+        return f"init_adapter: trained weights have no state of {setting}; set init_adapter: null, or another adapter"
+    if name == "pissa":
+        return _find_pissa_conflict(train)
+    if name != "zero" and train.adapter == "adalora":
+        return f"initialization: {name} is for LoRA's two matrices, and adalora has three; set initialization: zero"
+    if name == "loftq" and (train.quantization == "none" or train.adapter == "dora"):
+        found = f"quantization: {train.quantization} and adapter: {train.adapter}"
+        return f"initialization: loftq needs 4-bit weights and adapter: lora, found {found}; set those, or zero"
+    if name == "orthogonal" and (odd := [rank for rank in (train.rank, *train.rank_pattern.values()) if rank % 2]):
+        return f"initialization: orthogonal splits the rank into halves; found rank {odd[0]}; set an even one"
+    return None
+
+
+def _find_pissa_conflict(train: Train) -> str | None:
+    if train.quantization != "none":
+        return (
+            f"initialization: pissa subtracts singular vectors from the base's weights, which peft supports for 16 and "
+            f"32 bits only, not {train.quantization}; set quantization: none, or initialization: zero"
+        )
+    if train.adapter != "lora":
+        return f"initialization: pissa supports plain LoRA only, not {train.adapter}; set adapter: lora"
+    return None
+
+
+def _find_optimizer_conflict(train: Train) -> str | None:
+    if train.schedule == "exponential" and train.final_learning_rate_share == 0:
+        return (
+            "final_learning_rate_share: found 0, which an exponential decay never reaches; set a share above 0, such "
+            "as 0.1, or another schedule"
+        )
+    if train.adapter_dtype == "float16" and train.optimizer == "adamw":
+        return (
+            "adapter_dtype: with float16, AdamW's first step gives NaN (its epsilon rounds to 0); set bfloat16 or "
+            "float32"
+        )
+    return None
 
 
 def _find_adalora_conflict(train: Train) -> str | None:

@@ -6,10 +6,21 @@ from functools import partial
 from typing import TextIO
 
 from rich.console import ConsoleOptions, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from ratchet.config.units import format_duration
-from ratchet.console.terminal import LiveDisplay, TableColumn, build_table, create_console, is_live_terminal
+from ratchet.console.progress import ProgressTask
+from ratchet.console.run_screen import LEAST_BAR, LONGEST_BAR
+from ratchet.console.terminal import (
+    LiveDisplay,
+    TableColumn,
+    build_table,
+    choose_overflow,
+    create_console,
+    is_live_terminal,
+)
 from ratchet.runs.status import RunProgress
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.sweep import SweepReport, Trial
@@ -49,6 +60,7 @@ class LiveSweepTable:
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._clock, self._start_s = clock, clock()
+        self._task: ProgressTask | None = None
         self._state: tuple[SweepReport, Mapping[int, RunProgress], int] | None = None
         self._display = LiveDisplay(stream, self._render)
 
@@ -61,6 +73,10 @@ class LiveSweepTable:
             workers: Number of active local workers.
         """
         self._state = report, progress, workers
+        finished = count_finished(report)
+        if self._task is None:
+            self._task = ProgressTask("trials", self._clock(), finished, finished, report.planned_trials)
+        self._task.done, self._task.total = finished, report.planned_trials
         self._display.start(refresh=False)
         self._display.refresh()
 
@@ -78,11 +94,25 @@ class LiveSweepTable:
         for line in lines:
             line.stylize("bold", 0, line.plain.find(":") + 1)
         used_lines = sum(len(line.wrap(self._display.console, options.max_width)) for line in lines)
+        header: list[RenderableType] = list(lines)
+        if workers and self._task is not None and self._task.done < report.planned_trials:
+            header.insert(1, _render_bar(self._task, self._clock(), options))
+            used_lines += 1
         trials = select_trials(report, max(1, options.max_height - used_lines - 1))  # one line for the table's titles
         if not trials:
-            return Group(*lines)
+            return Group(*header)
         styles = [STYLES[trial.state] + (" bold" if trial.number in report.best else "") for trial in trials]
-        return Group(*lines, build_table(build_columns(report, trials, progress), styles, options))
+        return Group(*header, build_table(build_columns(report, trials, progress), styles, options))
+
+
+def _render_bar(task: ProgressTask, now_s: float, options: ConsoleOptions) -> RenderableType:
+    """Render the finished trials as a bar, with the time left."""
+    row = Table.grid(padding=(0, 1, 0, 0))
+    text = Text(task.describe(now_s), no_wrap=True, overflow=choose_overflow(options))
+    row.add_row(
+        ProgressBar(task.total, task.done, width=max(LEAST_BAR, min(LONGEST_BAR, options.max_width // 2))), text
+    )
+    return row
 
 
 class SweepLogPrinter:
@@ -116,12 +146,19 @@ class SweepLogPrinter:
             self._console.quiet = True
 
 
+def count_finished(report: SweepReport) -> int:
+    """Return the number of trials that count for the plan and are over."""
+    by_state = count_states(report.trials)
+    return sum(by_state[state] for state in STATES if state != "running")
+
+
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:
     """Return the summary lines: trials, best values, time, and savings from pruning."""
     by_state = count_states(report.trials)
-    finished = sum(by_state[state] for state in STATES if state != "running")
     kinds = ", ".join(f"{by_state[state]} {state}" for state in STATES if by_state[state])
-    lines = [f"{report.study}: {finished} of {report.planned_trials} trials{f' ({kinds})' if kinds else ''}"]
+    lines = [
+        f"{report.study}: {count_finished(report)} of {report.planned_trials} trials{f' ({kinds})' if kinds else ''}"
+    ]
     if len(report.best) == 1:
         trial = report.trials[report.best[0]]
         lines.append(

@@ -1,4 +1,4 @@
-"""The terminal: its Rich console, a display that is redrawn in place, tables that fit, and progress bars."""
+"""The terminal: its Rich console, a display that is redrawn in place, and tables that fit."""
 
 import atexit
 import errno
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, Literal, TextIO
+from typing import IO, ClassVar, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ratchet.redaction import redact_stderr
 from ratchet.storage.html import escape_invisible
+from ratchet.storage.progress import clear_progress
 
 WARNING, GOOD, QUIET, BAD = "yellow", "green", "dim", "red"
 
@@ -29,8 +30,6 @@ ERASE_LINE_END, ERASE_BELOW = "\x1b[K", "\x1b[J"
 ERASE_REGION = "\x1b[2K\r\n\x1b[J\x1b[A"
 """Erase everything after the cursor. The line is erased separately, because tmux keeps the text of a screen that is
 erased as a whole. Only lines that are erased like this are not joined again when the terminal becomes wider."""
-ProgressFunction = Callable[[str, int, int | None], None]
-"""Shows the progress of a task: its name, and the numbers of completed units and of all units (None: unknown)."""
 GAP = 2
 """Number of blanks between the columns of a table."""
 MIN_CUT_WIDTH = 16
@@ -85,13 +84,16 @@ class LiveDisplay(Live):
         frames_per_s: Number of frames that a thread draws per second. 0: only `refresh` draws.
     """
 
+    active: ClassVar[set["LiveDisplay"]] = set()
+    """Displays that use a terminal now. Progress bars are not drawn meanwhile."""
+
     def __init__(
         self, stream: TextIO, render: Callable[[ConsoleOptions], RenderableType], frames_per_s: float = 0.0
     ) -> None:
-        self._is_stderr = _is_same_terminal(sys.stderr, stream)
+        self._is_stderr = is_same_terminal(sys.stderr, stream)
         super().__init__(
             console=create_console(stream), auto_refresh=frames_per_s > 0, refresh_per_second=frames_per_s or 1.0,
-            redirect_stdout=_is_same_terminal(sys.stdout, stream), redirect_stderr=self._is_stderr,
+            redirect_stdout=is_same_terminal(sys.stdout, stream), redirect_stderr=self._is_stderr,
         )  # fmt: skip
         self._render = render
         self._lines: list[list[Segment]] = []
@@ -106,6 +108,8 @@ class LiveDisplay(Live):
         if self.is_started or self.error is not None:
             return
         atexit.register(self.stop)  # the shell needs its cursor, however the process ends
+        self.active.add(self)
+        clear_progress()
         with self._ended_by_errors():
             super().start()
             if self._is_stderr:
@@ -135,6 +139,7 @@ class LiveDisplay(Live):
     def stop(self) -> None:
         """Leave the last frame on the screen and restore the terminal."""
         atexit.unregister(self.stop)
+        self.active.discard(self)
         self._redaction.close()
         try:
             if self.is_started and self.error is None:
@@ -176,7 +181,8 @@ def _control(codes: str) -> Segment:
     return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])  # Rich does not measure or cut control segments
 
 
-def _is_same_terminal(first: TextIO, second: TextIO) -> bool:
+def is_same_terminal(first: TextIO, second: TextIO) -> bool:
+    """Return whether two streams are the same terminal."""
     try:
         return first is second or (
             first.isatty() and os.fstat(first.fileno()).st_rdev == os.fstat(second.fileno()).st_rdev
@@ -236,27 +242,3 @@ def build_table(columns: Sequence[TableColumn], styles: Sequence[str], options: 
 def choose_overflow(options: ConsoleOptions) -> Literal["crop", "ellipsis"]:
     """Return how to cut long lines: with an ellipsis, if the encoding has this letter."""
     return "crop" if options.ascii_only else "ellipsis"
-
-
-@contextmanager
-def show_progress(verb: str) -> Iterator[ProgressFunction]:
-    """Show a progress bar on standard error until the end of the block, if standard error is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn(f"{verb}: {{task.description}}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=create_console(sys.stderr), transient=True, disable=not is_live_terminal(sys.stderr),
-        redirect_stdout=_is_same_terminal(sys.stdout, sys.stderr), redirect_stderr=False,
-    )  # fmt: skip
-
-    def update(task: str, done: int, total: int | None) -> None:
-        for shown in progress.tasks:
-            if shown.description == task:
-                progress.update(shown.id, completed=done, total=total)
-                return
-        for shown in progress.tasks:
-            progress.remove_task(shown.id)
-        progress.add_task(task, total=total, completed=done)
-
-    with progress:
-        yield update

@@ -10,7 +10,7 @@ D. S. Johnson, Fast algorithms for bin packing, Journal of Computer and System S
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,12 +36,14 @@ class PackingPlan:
     offsets: NDArray[np.int64]
     """Pack k contains `epoch(...)[offsets[k] : offsets[k + 1]]`."""
 
-    def __init__(self, lengths: ArrayLike, capacity_tokens: int) -> None:
+    def __init__(self, lengths: ArrayLike, capacity_tokens: int, rows_per_example: int = 1) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int64)
+        unit = "row" if rows_per_example == 1 else "the pair of answers"
         if len(self._lengths) and (longest := int(self._lengths.max())) > capacity_tokens:
+            limit = capacity_tokens // rows_per_example
             raise SettingsError(
-                f"train.pack_tokens: found {capacity_tokens}, but row {self._lengths.argmax()} has {longest} tokens; "
-                f"set it to at least {longest}, or lower prepare.max_tokens to {capacity_tokens} and prepare again"
+                f"train.pack_tokens: found {capacity_tokens}, but {unit} {self._lengths.argmax()} has {longest} "
+                f"tokens; set it to at least {longest}, or lower prepare.max_tokens to {limit} and prepare again"
             )
         if len(self._lengths) and self._lengths.min() < 1:
             raise DataError(
@@ -107,22 +109,38 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> ND
 # replay it.
 
 
+def count_validation_interval(settings: Train, sequences: int) -> int:
+    """Return the number of optimizer steps between two validations, if an epoch has this number of sequences."""
+    if settings.validate_every_epochs is None:
+        return settings.validate_every_steps
+    return max(1, round(settings.validate_every_epochs * sequences / settings.batch_size))
+
+
 class BatchPlan:
     """The batches of a training run, from the number of tokens of each row and the section `train` of the settings.
 
+    If the objective compares two answers, an example is a pair of rows: row 2i with the chosen answer, and row 2i + 1
+    with the rejected one. A pair is never divided: it is a sequence, or a part of a pack.
+
     A fraction of an epoch takes that fraction of the sequences, and the last batch may be smaller. Raises SettingsError
-    if a row is longer than `train.pack_tokens`, and DataError if the split has no rows or a row to pack has no tokens.
+    if an example is longer than `train.pack_tokens`, and DataError if the split has no rows or a row to pack has no
+    tokens.
     """
 
     def __init__(self, lengths: ArrayLike, settings: Train) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.rows_per_example = settings.rows_per_example
+        self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, self.rows_per_example).sum(axis=1)
+        """Number of tokens of each example."""
         if not len(self.lengths):
             raise DataError("the training split has no rows; run `ratchet prepare` again")
         self.seed, self.batch_size, self.batching = settings.seed, settings.batch_size, settings.batching
-        self._packing = PackingPlan(self.lengths, settings.pack_tokens) if settings.batching == "packed" else None
+        self._packing: PackingPlan | None = None
+        if settings.batching == "packed":
+            self._packing = PackingPlan(self.lengths, settings.pack_tokens, self.rows_per_example)
         self.sequences = len(self.lengths) if self._packing is None else len(self._packing)
         self.total_sequences = max(1, round(self.sequences * settings.epochs))
         self.steps = math.ceil(self.total_sequences / self.batch_size)
+        self.validation_interval = count_validation_interval(settings, self.sequences)
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def batch(self, step: int) -> list[list[int]]:
@@ -140,11 +158,11 @@ class BatchPlan:
         return self._pack(0, int(packs[0])) if len(packs) else None
 
     def _pack(self, epoch: int, number: int) -> list[int]:
-        """Return the rows of a pack, or the row itself without packing."""
-        if self._packing is None:
-            return [number]
-        rows: list[int] = self._epoch(epoch)[1][slice(*self._packing.offsets[number : number + 2])].tolist()
-        return rows
+        """Return the rows of a pack; without packing, those of one example."""
+        examples = [number]
+        if self._packing is not None:
+            examples = self._epoch(epoch)[1][slice(*self._packing.offsets[number : number + 2])].tolist()
+        return list_rows(examples, self.rows_per_example)
 
     def _draw(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the order of all sequences in one epoch, and the rows of all packs if there are packs."""
@@ -169,6 +187,16 @@ class BatchPlan:
             window[:] = window[np.argsort(self.lengths[window], kind="stable")]
         batches = rng.permutation(middle.reshape(-1, size), axis=0)
         return np.concatenate([order[:head], batches.ravel(), order[tail:]])
+
+
+def list_rows(examples: Iterable[int], rows_per_example: int) -> list[int]:
+    """Return the rows of examples."""
+    return [example * rows_per_example + k for example in examples for k in range(rows_per_example)]
+
+
+def divide_sequences(sequences: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return each row of some sequences as a sequence of its own."""
+    return [[row] for sequence in sequences for row in sequence]
 
 
 def split_micro_batches(
@@ -239,10 +267,27 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def interleave(self, other: "TokenRows") -> "TokenRows":
+        """Return these rows and those of another split of the same size in turns: 2i is row i of this one."""
+        offsets = np.zeros(2 * len(self) + 1, np.int64)
+        offsets[1:] = np.cumsum(np.stack([self.lengths, other.lengths], axis=1).ravel())
+        input_ids, labels = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
+        for first, rows in enumerate((self, other)):
+            for row, start in enumerate(offsets[first:-1:2]):
+                span = slice(rows.offsets[row], rows.offsets[row + 1])
+                stop = start + span.stop - span.start
+                input_ids[start:stop], labels[start:stop] = rows.input_ids[span], rows.labels[span]
+        return TokenRows(input_ids, labels, offsets)
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each row."""
         return np.diff(self.offsets)
+
+    def list_ids(self, row: int) -> list[int]:
+        """Return the token ids of a row."""
+        ids: list[int] = self.input_ids[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return ids
 
     def count_tokens(self, rows: Sequence[int]) -> int:
         """Return the total number of tokens of rows."""

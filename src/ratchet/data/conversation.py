@@ -24,11 +24,20 @@ class Conversation:
     tools: list[Any] | None = None
     unanswered: int = 0
     """Number of messages after the last answer that were removed because nothing is trained on them."""
+    rejected: Message | None = None
+    """Answer that is worse than the last message, for preference tuning."""
 
     @property
     def context(self) -> "Conversation":
         """The conversation without its last message: the input for a model that generates the last answer."""
         return Conversation(self.messages[:-1], self.tools)
+
+    @property
+    def with_rejected(self) -> "Conversation":
+        """The conversation with the rejected answer as its last message."""
+        if self.rejected is None:
+            raise ValueError("the conversation has no rejected answer")
+        return Conversation([*self.messages[:-1], self.rejected], self.tools)
 
     @property
     def prompt(self) -> str:
@@ -41,12 +50,18 @@ class Conversation:
         return extract_text(self.messages[-1])
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the last message calls tools. Its text is then only a part of the answer, and often empty."""
+        return bool(self.messages[-1].get("tool_calls"))
+
+    @property
     def text(self) -> str:
         """Texts of all messages except system messages, one per line; used to find near-duplicates and leaks.
 
         A long system message that all rows share would make all rows similar.
         """
-        return "\n".join(extract_text(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
+        messages = self.messages if self.rejected is None else [*self.messages, self.rejected]
+        return "\n".join(extract_text(m) for m in messages if m["role"] not in SYSTEM_ROLES)
 
     @property
     def system(self) -> str:
@@ -56,13 +71,14 @@ class Conversation:
     def to_json(self) -> str:
         """Return JSON for the Arrow file. Keys keep their order, because a template may render a tool call as JSON."""
         tools = {"tools": self.tools} if self.tools else {}
-        return _JSON.encode({"messages": self.messages, **tools})
+        rejected = {"rejected": self.rejected} if self.rejected else {}
+        return _JSON.encode({"messages": self.messages, **tools, **rejected})
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
         """Read the output of `to_json`."""
         document = json.loads(text)
-        return cls(document["messages"], document.get("tools"))
+        return cls(document["messages"], document.get("tools"), rejected=document.get("rejected"))
 
 
 def extract_text(message: Message) -> str:
@@ -87,13 +103,15 @@ class SourceRow:
 
 
 def missing_part_reason(row: SourceRow) -> str | None:
-    """Return the reason to drop a row that has no prompt or no answer; None if it has both."""
+    """Return the reason to drop a row that has no prompt, no answer, or two equal answers; None if it is complete."""
     conversation = row.conversation
     if not conversation.prompt.strip():
         return "empty_prompt"
-    last = conversation.messages[-1]
-    if not conversation.response.strip() and not last.get("tool_calls"):
+    answers = [conversation] if conversation.rejected is None else [conversation, conversation.with_rejected]
+    if any(not answer.response.strip() and not answer.calls_tools for answer in answers):
         return "empty_answer"
+    if conversation.rejected is not None and conversation.rejected == conversation.messages[-1]:
+        return "equal_answers"
     return None
 
 

@@ -14,7 +14,15 @@ from ratchet.data.selection import RowSelection
 from ratchet.data.sources import SourceReader, describe_teacher_data
 from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, split_fractions
 from ratchet.storage import digests
-from ratchet.storage.records.data import DatasetCard, LengthDistribution, SourceCard, SplitStratum, TruncationReport
+from ratchet.storage.records.data import (
+    DatasetCard,
+    FlawedRows,
+    LengthDistribution,
+    PairReport,
+    SourceCard,
+    SplitStratum,
+    TruncationReport,
+)
 
 BINS = 24
 """Approximate number of bins of a length histogram."""
@@ -22,6 +30,8 @@ PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Pack capacities, in tokens, for which the card reports the fill rate."""
 MAX_NAMES_SHOWN = 5
 """Number of strata or labels that a note names."""
+MAX_LENGTH_BIAS = 0.15
+"""Difference of the share of longer chosen answers from a half, above which the card has a note."""
 MAX_LABEL_CHARACTERS = 60
 """Length limit of a label in a note, in characters, because a teacher's answer may be a long text."""
 
@@ -54,6 +64,10 @@ def build_card(
         rows_in=ingestion.ledger.rows_in,
         rows_out=ingestion.ledger.rows_out,
         dropped=ingestion.ledger.dropped,
+        flaws={
+            check: FlawedRows(count=rows.count, is_dropped=check in settings.quality.drop, examples=rows.examples)
+            for check, rows in ingestion.flaws.dropped.items()
+        },
         splits={name: len(rows) for name, rows in members.items()},
         lengths={name: _summarize_lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
         labels={name: count for name, stratum in by_label.items() if (count := stratum.splits["train"])},
@@ -65,6 +79,8 @@ def build_card(
         wanted={**split_fractions(settings)},
         strata=strata,
         near_duplicates=selection.near_duplicates,
+        semantic_duplicates=selection.semantic_duplicates,
+        pairs=_compare_lengths(ingestion, members["train"]) if ingestion.has_pairs else None,
         leaks=selection.leaks,
         truncated={
             name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
@@ -96,6 +112,28 @@ def _source_cards(
             teacher_provenance=None if teacher is None else describe_teacher_data(teacher, int(training_rows[index])),
         )
     return cards
+
+
+def _compare_lengths(ingestion: RowIngestion, rows: NDArray[np.int64]) -> PairReport:
+    accepted = ingestion.accepted
+    chosen, rejected = np.array(accepted.trained_tokens)[rows], np.array(accepted.rejected_tokens)[rows]
+    return PairReport(
+        chosen_tokens=round(float(chosen.mean()), 2),
+        rejected_tokens=round(float(rejected.mean()), 2),
+        longer_chosen=round(float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean()), 4),
+    )
+
+
+def _describe_length_bias(ingestion: RowIngestion, selection: RowSelection) -> Iterator[str]:
+    """Yield a note if most chosen answers are longer, or most are shorter, than the rejected ones."""
+    rows = np.flatnonzero(selection.kept & (selection.split == TRAIN))
+    report = _compare_lengths(ingestion, rows) if ingestion.has_pairs and len(rows) else None
+    if report is not None and abs(report.longer_chosen - 0.5) > MAX_LENGTH_BIAS:
+        yield (
+            f"the chosen answer is the longer one in {report.longer_chosen:.0%} of the training pairs (chosen "
+            f"{report.chosen_tokens:,.0f}, rejected {report.rejected_tokens:,.0f} tokens in the mean), so a model may "
+            "learn to prefer length"
+        )
 
 
 def _bin_width(longest: int) -> int:
@@ -145,6 +183,7 @@ def _notes(
         if is_omitted:
             advice = "set prepare.system: merge" if kind == "system messages" else "use another template, or drop them"
             yield f"the chat template omits {kind}, so the model does not see them; {advice}"
+    yield from _describe_length_bias(ingestion, selection)
     if selection.near_duplicates and (count := selection.near_duplicates.contradicting):
         yield f"{count:,} dropped near-duplicates have another label than the row that was kept instead"
     if ingestion.unanswered_messages:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,7 +213,7 @@ class RowCluster:
     dropped: tuple[int, ...]
 
 
-def _number_buckets(band_keys: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _number_buckets(band_keys: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return the bucket of each row and band, -1 where no other row has the key; and the rows in each bucket."""
     buckets, sizes = np.full(band_keys.shape, -1, dtype=np.int32), [np.empty(0, dtype=np.int64)]
     total = 0
@@ -267,8 +268,25 @@ def cluster_duplicates(
     `band_keys` is [rows, bands]. `text_of` returns a row's text, and is called for candidates only; `progress` is
     called now and then with the number of processed rows.
     """
-    if settings.jaccard_threshold is None or not len(band_keys):
+    threshold = settings.jaccard_threshold
+    if threshold is None:
         progress(len(band_keys))
+        return []
+    shingles_of = _ShingleCache(text_of, settings.shingle_words)
+    return cluster_similar_rows(
+        band_keys, rank, lambda row, kept: _is_similar(shingles_of(row), shingles_of(kept), threshold), progress
+    )
+
+
+def cluster_similar_rows(
+    band_keys: NDArray[Any],
+    rank: NDArray[np.int64],
+    is_similar: Callable[[int, int], bool],
+    progress: Callable[[int], None],
+) -> list[RowCluster]:
+    """Find clusters as `cluster_duplicates` does, with another test of the similarity of a row and a kept row."""
+    if not len(band_keys):
+        progress(0)
         return []
     by_rank = np.argsort(rank)
     all_buckets, sizes = _number_buckets(band_keys)
@@ -280,7 +298,6 @@ def cluster_duplicates(
     # The last row of a bucket is not stored, because no later row is compared with it.
     offsets = np.concatenate([[0], np.cumsum(np.minimum(sizes - 1, _BUCKET_ROWS))])
     kept_in, kept_counts = np.empty(offsets[-1], dtype=np.int32), np.zeros(len(sizes), dtype=np.uint8)
-    shingles_of = _ShingleCache(text_of, settings.shingle_words)
     kept_of = np.full(len(rows), -1, dtype=np.int32)
     for position, row in enumerate(rows.tolist()):
         own = buckets[position][buckets[position] >= 0]
@@ -289,7 +306,7 @@ def cluster_duplicates(
             shared.update(kept_in[start : start + count].tolist())
         # Kept rows that share more buckets are compared first, then those with a better rank.
         for candidate, _ in sorted(shared.items(), key=lambda pair: (-pair[1], pair[0])):
-            if _is_similar(shingles_of(row), shingles_of(int(rows[candidate])), settings.jaccard_threshold):
+            if is_similar(row, int(rows[candidate])):
                 kept_of[position] = candidate
                 break
         else:

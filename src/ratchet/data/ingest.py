@@ -10,10 +10,10 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from ratchet.config.extensions import load_extension
 from ratchet.config.prepare import BalanceSettings, DropReason, Prepare
 from ratchet.data import deduplication, tokenization
 from ratchet.data.conversation import (
+    Conversation,
     EncodedConversation,
     MalformedRecord,
     RefusedConversation,
@@ -29,6 +30,7 @@ from ratchet.data.conversation import (
     missing_part_reason,
 )
 from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
+from ratchet.data.quality import QualityChecks
 from ratchet.data.readers import type_name
 from ratchet.data.schema_detection import (
     NAMES_SHOWN,
@@ -75,17 +77,21 @@ class RowIngestion:
         self, settings: Prepare, tokenizer: Any, benchmarks: BenchmarkIndex | None, folder: Path,
         teacher_sources: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        self.settings, self.benchmarks = settings, benchmarks
-        self.encoder = ConversationEncoder(tokenizer, settings.turns)
+        self.settings, self.benchmarks, self.folder = settings, benchmarks, folder
+        self.has_pairs = settings.task == "preferences"
+        self.quality = QualityChecks(settings)
+        self.encoder = ConversationEncoder(tokenizer, "last" if self.has_pairs else settings.turns)
         searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
         self.signatures = deduplication.MinHashSignatures(settings.deduplication) if searches_near_duplicates else None
         self.text_spool = TextSpool(folder)
-        self.row_spool = PreparedRowSpool(folder / "spool")
+        self.row_spool = PreparedRowSpool(folder / "spool", self.has_pairs)
         self.split_assigner = SplitAssigner(settings, teacher_sources)
         self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
         self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
         self.filters = [(name, load_extension("ratchet.filters", name, "prepare.filters")) for name in settings.filters]
         self.ledger = RowLedger()
+        self.flaws = RowLedger()
+        """Rows that a check of their text finds, by check; a row may be in several, and is not always dropped."""
         self.accepted = IngestedRows()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
@@ -115,6 +121,11 @@ class RowIngestion:
         if isinstance(item, MalformedRecord):
             self.ledger.drop("malformed", item.where, item.detail)
             return None
+        if self.has_pairs and item.conversation.rejected is None:
+            self.ledger.drop("malformed", item.where, "it has no rejected answer (prepare.task: preferences)")
+            return None
+        if not self.has_pairs and item.conversation.rejected is not None:
+            item = replace(item, conversation=replace(item.conversation, rejected=None))
         if missing := missing_part_reason(item):
             self.ledger.drop(missing, item.where)
             return None
@@ -122,11 +133,20 @@ class RowIngestion:
         if problem := next(filter(None, (check.find_problem(item) for check in checks)), None):
             self.ledger.drop("malformed", item.where, problem)
             return None
-        if reason := self._find_filter_reason(item):
-            self.ledger.drop("filtered", item.where, reason)
+        if found := self._find_drop_reason(item):
+            self.ledger.drop(found[0], item.where, found[1])
             return None
         self.unanswered_messages += item.conversation.unanswered
         return item, self.split_assigner.add(item)
+
+    def _find_drop_reason(self, row: SourceRow) -> tuple[DropReason, str] | None:
+        """Note the flaws of a row; return the first one for which it is dropped, or the reason of a filter."""
+        flaws = list(self.quality.find_flaws(row))
+        for check, detail in flaws:
+            self.flaws.drop(check, row.where, detail)
+        if found := next((flaw for flaw in flaws if flaw[0] in self.settings.quality.drop), None):
+            return found
+        return ("filtered", reason) if (reason := self._find_filter_reason(row)) else None
 
     def _find_filter_reason(self, row: SourceRow) -> str | None:
         """Return the reason why a filter of prepare.filters drops the row; None if all filters keep it."""
@@ -154,26 +174,36 @@ class RowIngestion:
             conversations = list(map(tokenization.merge_system_messages, conversations))
         for conversation in conversations:
             self.encoder.note_omissions(conversation)
-        encoding = executor.submit(
-            self.encoder.encode, [(row.where, c) for (row, _), c in zip(pairs, conversations, strict=True)]
-        )
+        places = [(row.where, conversation) for (row, _), conversation in zip(pairs, conversations, strict=True)]
+        if self.has_pairs:
+            places += [(where, conversation.with_rejected) for where, conversation in places]
+        encoding = executor.submit(self.encoder.encode, places)
         texts = [conversation.text for conversation in conversations]
         bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
         matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
         first, samples = len(self.accepted), []
         kept: list[int] = []
-        for k, encoded in enumerate(encoding.result()):
+        encoded_answers = encoding.result()
+        for k, encoded in enumerate(encoded_answers[: len(pairs)]):
             row, split_index = pairs[k]
-            final = self._apply_limits(row.where, encoded)
+            conversation, final = self._apply_limits(row.where, conversations[k], encoded)
+            rejected = None
             if isinstance(final, RefusedConversation):
                 self.ledger.drop(final.reason, row.where, final.detail)
                 continue
+            if self.has_pairs:
+                _, rejected = self._apply_limits(row.where, conversations[k], encoded_answers[len(pairs) + k])
+            if isinstance(rejected, RefusedConversation):
+                self.ledger.drop(rejected.reason, row.where, f"rejected answer: {rejected.detail}")
+                continue
+            if conversation is not conversations[k]:
+                conversations[k], texts[k] = conversation, conversation.text
             full_length = len(encoded.input_ids) if isinstance(encoded, EncodedConversation) else 0
             if matches[k]:
                 self.accepted.leaks[first + len(kept)] = matches[k]
             kept.append(k)
             group, fields = self.passthrough.group_of(row), self.passthrough.take(row)
-            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields))
+            samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields, rejected))
             label = row.conversation.response if self.settings.task == "labels" else ""
             self.accepted.add(samples[-1], row, split_index, full_length)
             self.accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
@@ -187,34 +217,44 @@ class RowIngestion:
             self.text_spool.add(texts[k] for k in kept)
 
     def _apply_limits(
-        self, where: str, encoded: EncodedConversation | RefusedConversation
-    ) -> EncodedConversation | RefusedConversation:
-        """Return an encoded row, truncated if the settings require it, or the reason to drop the row."""
-        settings = self.settings
+        self, where: str, conversation: Conversation, encoded: EncodedConversation | RefusedConversation
+    ) -> tuple[Conversation, EncodedConversation | RefusedConversation]:
+        """Return a row, truncated if the settings require it, or the reason to drop the row."""
+        if isinstance(encoded, EncodedConversation) and len(encoded.input_ids) > self.settings.max_tokens:
+            conversation, encoded = self._shorten(where, conversation, encoded)
         if isinstance(encoded, RefusedConversation):
-            return encoded
-        length = len(encoded.input_ids)
-        if length > settings.max_tokens:
-            if settings.too_long == "raise":
+            return conversation, encoded
+        if not encoded.trained_tokens:
+            return conversation, RefusedConversation("fully_masked", "")
+        # At most every second token begins an answer, so this cheap bound spares the exact count for most rows.
+        if encoded.trained_tokens - len(encoded.labels) // 2 < self.settings.min_answer_tokens:
+            answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
+            if answer_tokens < self.settings.min_answer_tokens:
+                return conversation, RefusedConversation("too_short", f"{answer_tokens} answer tokens")
+        return conversation, encoded
+
+    def _shorten(
+        self, where: str, conversation: Conversation, encoded: EncodedConversation
+    ) -> tuple[Conversation, EncodedConversation | RefusedConversation]:
+        """Treat a conversation that is too long as prepare.too_long says."""
+        max_tokens, length = self.settings.max_tokens, len(encoded.input_ids)
+        match self.settings.too_long:
+            case "drop":
+                return conversation, RefusedConversation("too_long", f"{length:,} tokens")
+            case "raise":
                 raise DataError(
-                    f"{where}: {length:,} tokens, more than prepare.max_tokens ({settings.max_tokens:,}); "
+                    f"{where}: {length:,} tokens, more than prepare.max_tokens ({max_tokens:,}); "
                     "raise it, or set prepare.too_long to drop or truncate"
                 )
-            if settings.too_long == "drop":
-                return RefusedConversation("too_long", f"{length:,} tokens")
-            truncated = tokenization.truncate_conversation(encoded, settings.max_tokens)
-            if truncated is None:
-                detail = f"no answer within {settings.max_tokens:,} of {length:,} tokens"
-                return RefusedConversation("fully_masked", detail)
-            encoded = truncated
-        if not encoded.trained_tokens:
-            return RefusedConversation("fully_masked", "")
-        # At most every second token begins an answer, so this cheap bound spares the exact count for most rows.
-        if encoded.trained_tokens - len(encoded.labels) // 2 < settings.min_answer_tokens:
-            answer_tokens = encoded.trained_tokens - encoded.answer_count  # without the end-of-turn tokens
-            if answer_tokens < settings.min_answer_tokens:
-                return RefusedConversation("too_short", f"{answer_tokens} answer tokens")
-        return encoded
+            case "truncate":
+                truncated = tokenization.truncate_conversation(encoded, max_tokens)
+                detail = f"no answer within {max_tokens:,} of {length:,} tokens"
+                return conversation, truncated or RefusedConversation("fully_masked", detail)
+            case "truncate_prompt" | "truncate_both" as too_long:
+                cut: Literal["prompt", "both"] = "prompt" if too_long == "truncate_prompt" else "both"
+                detail = f"{length:,} tokens, and without the texts that may be cut more than {max_tokens:,}"
+                shortened = self.encoder.shorten(where, conversation, length, max_tokens, cut)
+                return shortened or (conversation, RefusedConversation("too_long", detail))
 
 
 @dataclass
@@ -232,6 +272,8 @@ class IngestedRows:
     lengths: "array[int]" = field(default_factory=lambda: array("i"))
     """Number of tokens."""
     trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    rejected_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """Number of trained tokens of the rejected answer; 0 without one."""
     truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """Number of tokens that truncation removed."""
     source_indices: "array[int]" = field(default_factory=lambda: array("h"))
@@ -255,6 +297,7 @@ class IngestedRows:
         self.split_indices.append(split_index)
         self.lengths.append(length)
         self.trained_tokens.append(sample.encoded.trained_tokens)
+        self.rejected_tokens.append(0 if sample.rejected is None else sample.rejected.trained_tokens)
         self.truncated_tokens.append(full_length - length)
         self.source_indices.append(row.source)
         self.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
@@ -287,7 +330,7 @@ class TextSpool:
 
 
 class RowLedger:
-    """Counts of dropped rows by reason, with the positions of the first few."""
+    """Counts of dropped (or flawed) rows by reason, with the positions of the first few."""
 
     def __init__(self) -> None:
         self.rows_in = 0

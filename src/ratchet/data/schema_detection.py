@@ -55,6 +55,7 @@ _ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
 """Known names of roles, with the role in the conversation; `call` is a message that consists of tool calls."""
+_TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
@@ -77,6 +78,8 @@ class RecordReader:
     _system: str = ""
     """Column with the system message; "" if the source has none."""
     _tools: str = ""
+    _rejected: Callable[[Fields], list[Message]] | None = None
+    """Reads the conversation that ends with the rejected answer."""
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
         """Yield the rows of a record: one, or several if the schema has several examples per record."""
@@ -100,9 +103,23 @@ class RecordReader:
             messages = [{"role": "system", "content": text}, *messages] if text else messages
         end = next((number for number in range(len(messages), 0, -1) if messages[number - 1]["role"] == "assistant"), 0)
         tools = parse_tools(fields.get(self._tools), self._tools) if self._tools else None
+        if self._rejected is not None:
+            return _build_pair(messages, self._rejected(fields), tools)
         if not end:
             return Conversation([*messages, {"role": "assistant", "content": ""}], tools)
         return Conversation(messages[:end], tools, unanswered=len(messages) - end)
+
+
+def _build_pair(chosen: list[Message], rejected: list[Message], tools: list[Any] | None) -> Conversation:
+    """Return a conversation with two answers. Raises UnusableRecordError if the answers have different prompts."""
+    prompt = [message for message in chosen[:-1] if message["role"] != "system"]
+    other = [message for message in rejected[:-1] if message["role"] != "system"]
+    ends = [messages[-1]["role"] if messages else "nothing" for messages in (chosen, rejected)]
+    if ends != ["assistant", "assistant"]:
+        raise UnusableRecordError(f"chosen ends with {ends[0]} and rejected with {ends[1]}, expected assistant")
+    if prompt != other:
+        raise UnusableRecordError("chosen and rejected differ before the last answer, expected the same prompt")
+    return Conversation(chosen, tools, rejected=rejected[-1])
 
 
 def detect_schema(
@@ -122,7 +139,7 @@ def detect_schema(
             )
         schema = next(name for name in TURN_KEYS if TURN_KEYS[name] == keys)
     elif schema == "auto" and columns.prompt:
-        schema = "columns"
+        schema = "preferences" if columns.rejected else "columns"
     for name, detect in _DETECTORS.items():
         if schema in ("auto", name) and (reader := detect(sampled)):
             # If the settings name the prompt column, common names of other columns do not count.
@@ -135,8 +152,10 @@ def detect_schema(
         if schema == "auto"
         else f"{setting}.record_schema is {schema}, which does not fit its columns"
     )
+    is_pair = any(sampled.find_by_usual_name(name) for name in ("chosen", "rejected"))
+    hint = "; a pair needs a prompt, a chosen and a rejected answer" if is_pair else ""
     raise DataError(
-        f"{label}: {problem}; found: {sampled.column_summary}; set {setting}.columns.prompt and "
+        f"{label}: {problem}{hint}; found: {sampled.column_summary}; set {setting}.columns.prompt and "
         f"{setting}.columns.response, or "
         f"{setting}.columns.messages, or {'another ' if schema != 'auto' else ''}{setting}.record_schema"
     )
@@ -283,9 +302,11 @@ def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
     marked = (
         name
         for name in sampled.column_names
-        if name == sampled.find_by_usual_name(name.strip().casefold()) and _marked_answers(sampled.first_value(name))
+        if name == sampled.find_by_usual_name(name.strip().casefold()) and _is_one_marked(sampled.first_value(name))
     )
-    choices = sampled.find("response", "mc1_targets") or next(marked, "")
+    # An object of numbers next to a response column is a note about the row.
+    has_response = any(prompt == question for prompt, _ in _find_usual_pairs(sampled))
+    choices = sampled.find("response", "mc1_targets") or ("" if has_response else next(marked, ""))
     if not question or not _marked_answers(sampled.first_value(choices)):
         return None
 
@@ -296,6 +317,12 @@ def _detect_choices(sampled: SampledRecords) -> RecordReader | None:
         return _single_turn(column_text(fields, question), parse_text(correct[0], f"column {choices!r}"))
 
     return RecordReader(f"{question}, with the answer marked 1 in `{choices}`", messages)
+
+
+def _is_one_marked(value: Any) -> bool:
+    """Return whether a value holds several answers, of which one is marked 1."""
+    marks = [mark for _, mark in _marked_answers(value)]
+    return len(marks) > 1 and marks.count(1) == 1
 
 
 def _marked_answers(value: Any) -> list[tuple[Any, Any]]:
@@ -332,12 +359,17 @@ def join_instruction(instruction: str, input_text: str) -> str:
     return "\n\n".join(filter(None, (instruction, input_text)))
 
 
+def _find_usual_pairs(sampled: SampledRecords) -> Iterator[tuple[str, str]]:
+    """Yield the columns of each pair of COLUMN_PAIRS that the source has."""
+    for names in COLUMN_PAIRS:
+        prompt, response = map(sampled.find_by_usual_name, names)
+        if prompt and response:
+            yield prompt, response
+
+
 def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
-    usual_names = (
-        (sampled.find_by_usual_name(prompt), sampled.find_by_usual_name(response)) for prompt, response in COLUMN_PAIRS
-    )
     named = (sampled.find("prompt"), sampled.find("response"))
-    prompt, response = named if all(named) else next((pair for pair in usual_names if all(pair)), ("", ""))
+    prompt, response = named if all(named) else next(_find_usual_pairs(sampled), ("", ""))
     if not prompt:
         return None
     return RecordReader(
@@ -346,8 +378,79 @@ def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
     )
 
 
+def _detect_preferences(sampled: SampledRecords) -> RecordReader | None:
+    """Detect two answers (`chosen` and `rejected`), or several answers with scores."""
+    prompt = sampled.find("prompt", *_QUESTION_COLUMNS)
+    chosen, rejected = sampled.find("response", "chosen"), sampled.find("rejected", "rejected")
+    if not chosen or not rejected:
+        return _detect_scored_answers(sampled, prompt)
+    if any(sampled.detect_turn_keys(column) is not None for column in (chosen, prompt)):
+        description = f"two conversations in `{chosen}` and `{rejected}`"
+    elif prompt:
+        description = f"columns {prompt}, {chosen}, {rejected}"
+    elif _TRANSCRIPT.search(str(sampled.first_value(chosen))):
+        description = f"two transcripts of Human and Assistant in `{chosen}` and `{rejected}`"
+    else:
+        return None
+
+    def read(column: str, fields: Fields) -> list[Message]:
+        value, question = column_value(fields, column), fields.get(prompt) if prompt else None
+        if isinstance(value, str) and not prompt and _TRANSCRIPT.search(value):
+            return _parse_transcript(value)
+        answer = _parse_turns(value, column, "assistant")
+        if len(answer) > 1 or question is None:
+            return answer
+        return [*_parse_turns(question, prompt, "user"), *answer]
+
+    return RecordReader(description, partial(read, chosen), _rejected=partial(read, rejected))
+
+
+def _detect_scored_answers(sampled: SampledRecords, prompt: str) -> RecordReader | None:
+    answers = sampled.find_by_usual_name("responses", "completions", "answers")
+    scores = sampled.find_by_usual_name("scores", "ratings", "rewards")
+    if not (prompt and answers and scores and isinstance(sampled.first_value(scores), list)):
+        return None
+
+    def read(number: int, fields: Fields) -> list[Message]:
+        texts, values = column_value(fields, answers), column_value(fields, scores)
+        if not isinstance(texts, list) or not isinstance(values, list) or not 2 <= len(texts) == len(values):
+            raise UnusableRecordError(f"{answers} and {scores} are not lists of the same length, 2 or more")
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+            raise UnusableRecordError(f"column {scores!r} holds a value that is not a number")
+        if min(values) == max(values):
+            raise UnusableRecordError(f"all {len(values)} answers have the score {values[0]}, so none is preferred")
+        order = sorted(range(len(values)), key=lambda k: (-values[k], k))
+        answer = parse_text(texts[order[number]], f"{answers}[{order[number]}]")
+        return _single_turn(column_text(fields, prompt), answer)
+
+    description = f"{prompt}, with the answers of `{answers}` that have the highest and the lowest of `{scores}`"
+    return RecordReader(description, partial(read, 0), _rejected=partial(read, -1))
+
+
+def _parse_turns(value: Any, path: str, role: str) -> list[Message]:
+    """Parse a text, which becomes one message of `role`, or a list of turns."""
+    if isinstance(value, list) or (isinstance(value, str) and value.lstrip()[:2] == "[{"):
+        turns = decode_json(value, path)
+        keys = TURN_KEYS["sharegpt"] if turns and isinstance(turns[0], Mapping) and "from" in turns[0] else None
+        return parse_messages(turns, path, keys or TURN_KEYS["messages"])
+    return [{"role": role, "content": parse_text(value, f"column {path!r}")}]
+
+
+def _parse_transcript(text: str) -> list[Message]:
+    """Parse turns that begin with `Human:` or `Assistant:` after a blank line (Bai et al. 2022)."""
+    parts = _TRANSCRIPT.split(f"\n\n{text.lstrip()}")
+    if parts[0].strip():
+        raise UnusableRecordError("the transcript begins with neither Human: nor Assistant:")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": parse_text(content, "transcript")}
+        for name, content in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+
+
 # In the order of detection: schemas with more requirements come first.
 _DETECTORS: dict[RecordSchema, Callable[[SampledRecords], RecordReader | None]] = {
+    "preferences": _detect_preferences,
     "messages": partial(_detect_conversations, schema="messages"),
     "sharegpt": partial(_detect_conversations, schema="sharegpt"),
     "instances": _detect_instances,
@@ -555,11 +658,11 @@ class PassthroughFields:
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a field of a row cannot be stored; None if all fields can be stored."""
         for name in self.missing:
-            value = row.fields.get(name)
-            if format_field_value(value) is None:
-                expected = "expected text, a number or true/false"
-                return f"field {name!r} (prepare.extra_fields) is {type_name(value)}, {expected}"
-            if isinstance(value, str) and (problem := find_text_flaw(value)):
+            try:
+                value = _format_passthrough_value(row.fields.get(name))
+            except (TypeError, ValueError) as error:
+                return f"field {name!r} (prepare.extra_fields) cannot be written as JSON: {error}"
+            if problem := find_text_flaw(value):
                 return f"field {name!r} (prepare.extra_fields) {problem}"
         return None
 
@@ -569,7 +672,7 @@ class PassthroughFields:
             return "{}"
         self._rows += 1
         self._fields.add(row.fields)
-        values = {name: format_field_value(row.fields.get(name)) or "" for name in self.missing}
+        values = {name: _format_passthrough_value(row.fields.get(name)) for name in self.missing}
         for name, value in values.items():
             self.missing[name] += not value
         return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
@@ -591,6 +694,12 @@ class PassthroughFields:
             for name, missing in self.missing.items()
             if missing
         ]
+
+
+def _format_passthrough_value(value: Any) -> str:
+    """Format a value as text; lists and objects, such as the instructions of IFEval, as JSON."""
+    text = format_field_value(value)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) if text is None else text
 
 
 def format_field_value(value: Any) -> str | None:

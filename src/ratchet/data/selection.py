@@ -5,16 +5,18 @@ order: test before validation before training, so that no evaluation row is remo
 that no teacher wrote before teacher answers; the smallest id; the smallest hash of the fields.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config.prepare import Prepare
-from ratchet.data import deduplication
+from ratchet.config.prepare import DropReason, Prepare
+from ratchet.data import deduplication, semantic_duplicates
 from ratchet.data.ingest import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT, RowIngestion
+from ratchet.data.semantic_duplicates import Embedder
 from ratchet.data.splits import SPLITS, TEST, TRAIN
+from ratchet.storage import digests
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.data import BalanceReport, LeakageReport, NearDuplicateCluster, NearDuplicateReport
 
 CLUSTERS_SHOWN = 12
@@ -32,6 +34,7 @@ class RowSelection:
     copies: NDArray[np.int32]
     """Number of times that a row is written; 0 if the row is dropped."""
     near_duplicates: NearDuplicateReport | None
+    semantic_duplicates: NearDuplicateReport | None
     leaks: dict[str, LeakageReport]
     balanced: BalanceReport | None = None
 
@@ -41,10 +44,10 @@ class RowSelection:
         return self.copies > 0
 
 
-def select_rows(ingestion: RowIngestion, settings: Prepare, progress: Callable[[int], None]) -> RowSelection:
+def select_rows(ingestion: RowIngestion, settings: Prepare, embedder: Embedder | None = None) -> RowSelection:
     """Select from all accepted rows, and record dropped rows in the ingestion's ledger.
 
-    `progress` is called regularly with the number of rows that were searched for near-duplicates.
+    With an embedder, semantic duplicates are dropped too.
     """
     selector = _RowSelector(ingestion, settings)
     split, accepted = selector.split, ingestion.accepted
@@ -56,12 +59,14 @@ def select_rows(ingestion: RowIngestion, settings: Prepare, progress: Callable[[
     for row, matches in accepted.leaks.items():
         if selector.kept[row] and split[row] != TEST:  # nothing is trained on a test row
             selector.drop(row, "leaked", f"{matches[0].benchmark}: {matches[0].words}")
-    near_duplicates = selector.drop_near_duplicates(progress) if ingestion.signatures else None
+    near_duplicates = selector.drop_near_duplicates() if ingestion.signatures else None
+    semantic_duplicates = selector.drop_semantic_duplicates(embedder) if embedder else None
     copies = selector.apply_weights()
     repetitions, balanced = ingestion.balancer.count_copies((copies > 0) & (split == TRAIN), selector.ids)
     for row in np.flatnonzero((copies > 0) & (repetitions == 0)).tolist():
         ingestion.ledger.drop(BALANCED_OUT, accepted.where[row])
-    return RowSelection(split, copies * repetitions, near_duplicates, _report_leaks(ingestion), balanced)
+    leaks = _report_leaks(ingestion)
+    return RowSelection(split, copies * repetitions, near_duplicates, semantic_duplicates, leaks, balanced)
 
 
 class _RowSelector:
@@ -106,21 +111,50 @@ class _RowSelector:
         for row in np.flatnonzero(self.kept & (self.preference > best[prompt])).tolist():
             self.drop(row, "leaked", f"its {unit} is in the {SPLITS[TEST - best[prompt[row]]]} rows too")
 
-    def drop_near_duplicates(self, progress: Callable[[int], None]) -> NearDuplicateReport:
+    def drop_near_duplicates(self) -> NearDuplicateReport:
         accepted, texts, settings = self.ingestion.accepted, self.ingestion.text_spool, self.settings.deduplication
         rows = np.flatnonzero(self.kept)
         bands = np.concatenate(accepted.band_keys)[rows] if accepted.band_keys else np.empty((0, 0), dtype=np.uint64)
         accepted.band_keys.clear()
         found = deduplication.cluster_duplicates(
-            bands, self.rank[rows], lambda i: texts[int(rows[i])], settings, progress
+            bands, self.rank[rows], lambda i: texts[int(rows[i])], settings,
+            lambda done: report_progress("rows compared", done, len(rows)),
+        )  # fmt: skip
+        return self._drop_clusters(
+            [(int(rows[cluster.kept]), rows[list(cluster.dropped)].tolist()) for cluster in found], "near_duplicate",
+            NearDuplicateReport(
+                threshold=settings.jaccard_threshold or 0.0, shingle_words=settings.shingle_words, clusters=0,
+                across_splits=0, largest=(),
+            ),
+        )  # fmt: skip
+
+    def drop_semantic_duplicates(self, embedder: Embedder) -> NearDuplicateReport:
+        rows, texts = np.flatnonzero(self.kept), self.ingestion.text_spool
+        settings = self.settings.semantic_duplicates
+        found = semantic_duplicates.cluster_semantic_duplicates(
+            self.rank[rows], lambda i: texts[int(rows[i])], embedder, settings, self.ingestion.folder,
+            lambda done: report_progress("meanings compared", done, len(rows)),
+        )  # fmt: skip
+        model = f"{settings.model} ({embedder.digest[: digests.SHORT]})"
+        return self._drop_clusters(
+            [(int(rows[cluster.kept]), rows[list(cluster.dropped)].tolist()) for cluster in found],
+            "semantic_duplicate",
+            NearDuplicateReport(
+                threshold=settings.threshold, shingle_words=0, clusters=0, across_splits=0, largest=(), model=model
+            ),
         )
-        clusters = [(int(rows[cluster.kept]), rows[list(cluster.dropped)].tolist()) for cluster in found]
+
+    def _drop_clusters(
+        self, clusters: list[tuple[int, list[int]]], reason: DropReason, report: NearDuplicateReport
+    ) -> NearDuplicateReport:
+        """Drop all rows of each cluster but the first; return the report with their numbers."""
+        accepted, texts = self.ingestion.accepted, self.ingestion.text_spool
         across_splits = contradicting = 0
         for leader, others in clusters:
             for row in others:
                 across_splits += int(self.split[row] != self.split[leader])
                 contradicting += int(accepted.label_codes[row] != accepted.label_codes[leader])
-                self.drop(row, "near_duplicate", f"similar to {accepted.where[leader]}")
+                self.drop(row, reason, f"similar to {accepted.where[leader]}")
         clusters.sort(key=lambda cluster: (-len(cluster[1]), self.rank[cluster[0]]))
         largest = [
             NearDuplicateCluster(
@@ -131,14 +165,12 @@ class _RowSelector:
             )
             for leader, others in clusters[:CLUSTERS_SHOWN]
         ]
-        return NearDuplicateReport(
-            threshold=settings.jaccard_threshold or 0.0,
-            shingle_words=settings.shingle_words,
-            clusters=len(clusters),
-            across_splits=across_splits,
-            contradicting=contradicting,
-            largest=tuple(largest),
-        )
+        return report.model_copy(
+            update={
+                "clusters": len(clusters), "across_splits": across_splits, "contradicting": contradicting,
+                "largest": tuple(largest),
+            }
+        )  # fmt: skip
 
     def apply_weights(self) -> NDArray[np.int32]:
         """Return how often each row is used: training rows by the weight of their source, other rows once.

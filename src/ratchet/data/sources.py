@@ -1,7 +1,8 @@
 """Reads the rows of prepare.sources (files, datasets of the Hugging Face hub, teacher answers) and evaluation sets.
 
 A hub dataset is downloaded once, at a pinned commit, into the cache of `datasets`. Later runs read the memory-mapped
-cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). In two
+cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). With
+`streaming`, nothing is kept, and each preparation reads the rows over the network. In two
 cases `datasets` (5.2.0, `load.py`) silently returns other rows than the pinned ones: the working directory has a folder
 with the dataset's name, or the hub cannot be reached and the cache contains another commit. Both are errors here.
 """
@@ -112,15 +113,16 @@ class SourceReader:
         self, records: Iterable[Record], reader: RecordReader | None, number: int
     ) -> Iterator[SourceRow | MalformedRecord]:
         split = self._settings.split
-        split_field = split.group or split.stratify or split.time
+        split_fields = [name for name in (split.group, split.time, *(split.stratify or ())) if name]
         for record in records:
             if isinstance(record, MalformedRecord):
                 yield replace(record, source=number)
             elif reader:
                 where, fields = record
-                value = fields.get(split_field) if split_field else None
-                if isinstance(value, str) and (problem := find_text_flaw(value)):
-                    yield MalformedRecord(where, f"field {split_field!r} {problem}", number)
+                texts = ((name, value) for name in split_fields if isinstance(value := fields.get(name), str))
+                flaws = (f"field {name!r} {problem}" for name, text in texts if (problem := find_text_flaw(text)))
+                if flaw := next(flaws, None):
+                    yield MalformedRecord(where, flaw, number)
                 else:
                     yield from reader.rows(where, fields, number)
 
@@ -217,9 +219,9 @@ def read_hub_records(source: SourceSettings) -> Iterator[Record]:
     Raises DataError if the dataset cannot be loaded at this commit.
     """
     split = _load_split(source)
-    features = split.features.items()
+    features = (split.features or {}).items()
     classes = {name: feature for name, feature in features if isinstance(feature, datasets.ClassLabel)}
-    for index, row in enumerate(split):
+    for index, row in enumerate(_iterate_stream(source, split) if source.streaming else split):
         fields = {name: strip_struct_nulls(value) for name, value in row.items()}
         for name, class_label in classes.items():
             # Rows without a label have null or, by a convention of `datasets`, -1.
@@ -228,8 +230,26 @@ def read_hub_records(source: SourceSettings) -> Iterator[Record]:
         yield f"{source.dataset}[{source.dataset_split}]#{index}", fields
 
 
+def _iterate_stream(source: SourceSettings, split: Any) -> Iterator[Any]:
+    """Yield the rows of a split that is read over the network. `datasets` repeats a read that fails up to 20 times."""
+    rows, index = iter(split), 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # from httpx, huggingface_hub, datasets, pyarrow
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON_CHARACTERS]
+            raise DataError(
+                f"{source.label}: row {index:,} cannot be read from the hub ({reason}); run the command again, or set "
+                "streaming: false, which keeps each downloaded file"
+            ) from error
+        yield row
+        index += 1
+
+
 def _load_split(source: SourceSettings) -> Any:
-    """Load the split from the cache, or download it first."""
+    """Load the split from the cache, or download it first; if it is streamed, only open it."""
     if not _COMMIT.fullmatch(source.revision or ""):
         raise DataError(
             f"{source.label}: revision: found {source.revision}; expected the 40 hexadecimal digits of a commit (see "
@@ -245,6 +265,8 @@ def _load_split(source: SourceSettings) -> Any:
     try:
         builder = datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
         if builder.hash == source.revision:
+            if source.streaming:
+                return builder.as_streaming_dataset(split=source.dataset_split)
             builder.download_and_prepare()
             return builder.as_dataset(split=source.dataset_split)
     except Exception as error:  # from httpx, huggingface_hub, datasets, pyarrow or the file system

@@ -85,8 +85,9 @@ class SplitAssigner:
 
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can be assigned."""
-        for setting in ("group", "stratify", "time"):
-            name = getattr(self.settings, setting)
+        split = self.settings
+        used = [("group", split.group), ("time", split.time), *(("stratify", name) for name in split.stratify or ())]
+        for setting, name in used:
             if name is None or (setting == "stratify" and name == LENGTH):
                 continue
             if setting != "group" and self.is_from_teacher(row.source):
@@ -108,13 +109,10 @@ class SplitAssigner:
         self._positions.append(hash_position(key, split.seed))
         self._fixed_splits.append(self._source_splits[row.source])
         self._teacher_rows.add(row)
-        stratum = ""
-        if split.stratify == LENGTH:
-            bits = len(row.conversation.text).bit_length()
-            stratum = f"{2 ** max(0, bits - 1)}-{2**bits - 1} characters"
-        elif split.stratify is not None:
-            value = row.fields.get(split.stratify)
-            stratum = "teacher" if value is None else str(value)
+        values = [_find_stratum_value(row, name) for name in split.stratify or ()]
+        stratum = "".join(values)
+        if len(values) > 1:  # quoted, so that two combinations never have the same name
+            stratum = ", ".join(f"{name}={value!r}" for name, value in zip(split.stratify or (), values, strict=True))
         code = self._code_of.setdefault(stratum, len(self._code_of))
         if code == len(self.strata):
             self.strata.append(stratum)
@@ -216,6 +214,15 @@ class _TeacherRows:
                 held_out[key] = max(int(splits[row]), held_out.get(key, TRAIN))
         for row, key in zip(self._rows[1], self._prompt_keys[1], strict=True):
             splits[row] = max(int(splits[row]), held_out.get(key, TRAIN))
+
+
+def _find_stratum_value(row: SourceRow, name: str) -> str:
+    """Return the value of a row for one field of prepare.split.stratify."""
+    if name == LENGTH:
+        bits = len(row.conversation.text).bit_length()
+        return f"{2 ** max(0, bits - 1)}-{2**bits - 1} characters"
+    value = row.fields.get(name)
+    return "teacher" if value is None else str(value)
 
 
 def _parse_time(value: Any) -> float | None:

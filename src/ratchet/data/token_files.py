@@ -31,12 +31,14 @@ ID_DIGITS = 16
 BUCKETS = 64
 """Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
 _LISTS, _FIELDS = ("input_ids", "labels"), ("group", "fields")
+_REJECTED_LISTS = ("rejected_input_ids", "rejected_labels")
 SCHEMA = pa.schema(
     [("id", pa.string()), ("conversation", pa.string())]
     + [(name, pa.list_(pa.int32())) for name in _LISTS]
     + [(name, pa.string()) for name in _FIELDS]
 )
-_SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
+PAIR_SCHEMA = pa.schema([*SCHEMA, *(pa.field(name, pa.list_(pa.int32())) for name in _REJECTED_LISTS)])
+"""Schema of rows with a rejected answer, whose tokens are a second conversation with the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,17 @@ class PreparedRow:
     """Group (prepare.split.group); rows of one group are not independent samples."""
     fields: str = "{}"
     """Passthrough fields of the row: a JSON object of strings."""
+    rejected: EncodedConversation | None = None
+    """The conversation with the rejected answer."""
 
     @classmethod
     def from_conversation(
-        cls, conversation: Conversation, encoded: EncodedConversation, group: str | None = None, fields: str = "{}"
-    ) -> Self:
+        cls, conversation: Conversation, encoded: EncodedConversation, group: str | None = None, fields: str = "{}",
+        rejected: EncodedConversation | None = None,
+    ) -> Self:  # fmt: skip
         """Create a row whose id is the digest of the conversation."""
         text = conversation.to_json()
-        return cls(digests.hash_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
+        return cls(digests.hash_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields, rejected)
 
 
 def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
@@ -73,10 +78,11 @@ def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
 class PreparedRowSpool:
     """Temporary storage of prepared rows: written once, then read sorted by id."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, has_pairs: bool = False) -> None:
         folder.mkdir()
+        self._schema = pa.schema([pa.field("row", pa.int64()), *(PAIR_SCHEMA if has_pairs else SCHEMA)])
         self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
-        self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
+        self._writers = [pa.ipc.new_stream(str(path), self._schema) for path in self._paths]
 
     def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
         """Append rows with consecutive indices from `first_row`."""
@@ -89,7 +95,9 @@ class PreparedRowSpool:
             pa.array([s.group for s in samples], pa.string()),
             pa.array([s.fields for s in samples]),
         ]
-        batch = pa.record_batch(columns, schema=_SPOOLED)
+        if rejected := [s.rejected for s in samples if s.rejected is not None]:
+            columns += [_list_array([one.input_ids for one in rejected]), _list_array([one.labels for one in rejected])]
+        batch = pa.record_batch(columns, schema=self._schema)
         bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
         for number in np.unique(bucket):
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
@@ -121,22 +129,25 @@ class SplitFingerprints(NamedTuple):
 class SplitWriters:
     """Writer of the files of all splits, which also computes their fingerprints."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
-        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *_LISTS)} for name in SPLITS}
+    def __init__(self, folder: Path, has_pairs: bool = False) -> None:
+        self.schema = PAIR_SCHEMA if has_pairs else SCHEMA
+        self._lists = (*_LISTS, *_REJECTED_LISTS) if has_pairs else _LISTS
+        self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), self.schema) for name in SPLITS}
+        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *self._lists)} for name in SPLITS}
         self._fields = hashlib.sha256()
 
     def write(self, split: SplitName, table: pa.Table) -> None:
-        """Append rows of SCHEMA."""
+        """Append rows of `schema`."""
         state = self._states[split]
         for batch in table.to_batches(max_chunksize=1024):
             self._writers[split].write_batch(batch)
             state["id"].update("".join(batch.column("id").to_pylist()).encode())
-            for name in _LISTS:
+            for name in self._lists:
                 state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
             for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
                 self._fields.update(digests.canonical_json([split, *values]).encode())
-            state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
+            for name in self._lists[::2]:
+                state["lengths"].update(np.diff(batch.column(name).offsets.to_numpy()).astype("<i8").tobytes())
 
     def close(self) -> SplitFingerprints:
         """Finish the files and return their fingerprints."""
@@ -156,17 +167,42 @@ def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
     return dataset
 
 
-def load_rows(data: Path, split: SplitName) -> TokenRows:
-    """Load the tokens of a split for training. Raises DataError like `open_split`."""
-    return TokenRows.from_arrow(_map_table(data, split))
+def load_rows(data: Path, split: SplitName, rows_per_example: int = 1) -> TokenRows:
+    """Load the tokens of a split for training.
+
+    With two rows per example, chosen and rejected answers take turns. Raises DataError like `open_split`, or if the
+    rows have no rejected answers.
+    """
+    table = _map_table(data, split)
+    rows = TokenRows.from_arrow(table)
+    if rows_per_example == 1:
+        return rows
+    _require_pairs(data, table.schema.names)
+    rejected = table.select(_REJECTED_LISTS).rename_columns(list(_LISTS))
+    return rows.interleave(TokenRows.from_arrow(rejected))
 
 
-def read_lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Return the number of tokens of each row, without loading the rows. Raises DataError like `open_split`."""
-    column = _map_table(data, split).column("input_ids")
+def read_lengths(data: Path, split: SplitName, rows_per_example: int = 1) -> NDArray[np.int64]:
+    """Return the number of tokens of each row, without loading the rows. Raises DataError like `load_rows`."""
+    table = _map_table(data, split)
+    if rows_per_example == 1:
+        return _count_tokens(table.column("input_ids"))
+    _require_pairs(data, table.schema.names)
+    return np.stack([_count_tokens(table.column(name)) for name in ("input_ids", "rejected_input_ids")], axis=1).ravel()
+
+
+def _count_tokens(column: Any) -> NDArray[np.int64]:
     # Arrow's own `to_numpy` imports pandas.
     offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
     return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
+
+
+def _require_pairs(data: Path, names: Sequence[str]) -> None:
+    if _REJECTED_LISTS[0] not in names:
+        raise DataError(
+            f"{data}: train.objective compares a chosen and a rejected answer, but these rows have only one; set "
+            "prepare.task: preferences and run `dvc repro`, or set train.objective: sft"
+        )
 
 
 def _map_table(data: Path, split: SplitName) -> pa.Table:

@@ -7,7 +7,7 @@ trained on, and no answer token is left out.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -130,6 +130,37 @@ class ConversationEncoder:
                     results += self._verify(pending[0])
                 pending = drafts, tokenization
         return results
+
+    def shorten(
+        self, where: str, conversation: Conversation, length: int, max_tokens: int, cut: Literal["prompt", "both"]
+    ) -> tuple[Conversation, EncodedConversation | RefusedConversation] | None:
+        """Cut the texts of a conversation of `length` tokens so that at most `max_tokens` remain, and encode it again.
+
+        `prompt` cuts the messages of the user and of tools in their middle; `both` cuts each of these and the end of
+        each answer by the same share. System messages, tool calls and reasoning stay. So the control tokens of the
+        template stay too, and the mask is verified as for any other row. None: the remaining parts are too long.
+        """
+        cut_roles = {"user", "tool", "assistant"} if cut == "both" else {"user", "tool"}
+        messages = conversation.messages
+        texts = {i: extract_text(m).strip() for i, m in enumerate(messages) if m["role"] in cut_roles}
+        texts = {i: text for i, text in texts.items() if text}
+        offsets = {i: self._tokens.encode(text, add_special_tokens=False).offsets for i, text in texts.items()}
+        sizes = {i: len(found) for i, found in offsets.items() if found}
+        room = sum(sizes.values()) - (length - max_tokens)
+        while sizes and room >= len(sizes):
+            counts, shortened = _share_tokens(sizes, room, cut), list(messages)
+            for i, count in counts.items():
+                is_prompt = messages[i]["role"] != "assistant"
+                text: Any = _cut_text(texts[i], offsets[i], count, from_middle=is_prompt)
+                if isinstance(messages[i].get("content"), list):
+                    text = [{"type": "text", "text": text}]
+                shortened[i] = {**messages[i], "content": text}
+            result = replace(conversation, messages=shortened)
+            [encoded] = self.encode([(where, result)])
+            if isinstance(encoded, RefusedConversation) or len(encoded.input_ids) <= max_tokens:
+                return result, encoded
+            room -= len(encoded.input_ids) - max_tokens  # at a cut, letters may form other tokens
+        return None
 
     def note_omissions(self, conversation: Conversation) -> None:
         """Check, once for each kind of content, whether the template omits it, and note it in `omitted`."""
@@ -349,6 +380,20 @@ def _encode_prompt(tokenizer: Any, chat: ChatTemplate, context: Conversation) ->
     return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def decode_answer(conversation: Conversation, labels: Sequence[int], tokenizer: Any) -> str:
+    """Return the last answer of an encoded conversation as a model would write it, without surrounding white space.
+
+    Tool calls are text only as the chat template writes them, so they are decoded from the tokens; otherwise the
+    tokenizer is not used.
+    """
+    if not conversation.calls_tools:
+        return conversation.response.strip()
+    last = max(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
+    first = next((i + 1 for i in range(last, -1, -1) if labels[i] == IGNORE_INDEX), 0)
+    text: str = tokenizer.decode(list(labels[first : last + 1]), skip_special_tokens=True)
+    return text.strip()
+
+
 def _reset_tokenizer(tokenizer: Any) -> None:
     """Turn off truncation and padding, which an earlier user of the tokenizer may have enabled."""
     tokenizer.backend_tokenizer.no_truncation()
@@ -404,6 +449,34 @@ def truncate_conversation(encoded: EncodedConversation, max_tokens: int) -> Enco
                 [*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]]
             )
     return None
+
+
+def _share_tokens(sizes: Mapping[int, int], room: int, cut: Literal["prompt", "both"]) -> dict[int, int]:
+    """Return the number of tokens that each text keeps, at least 1 each, if `room` tokens are left for all texts.
+
+    For `both`, each text keeps the same share. For `prompt`, the longest texts are cut to the same length, so that a
+    short instruction stays complete next to a long document.
+    """
+    if cut == "both":
+        total = sum(sizes.values())
+        return {text: max(1, size * room // total) for text, size in sizes.items()}
+    counts, left = {}, room
+    for position, text in enumerate(sorted(sizes, key=lambda text: (sizes[text], text))):
+        counts[text] = min(sizes[text], max(1, left // (len(sizes) - position)))
+        left -= counts[text]
+    return counts
+
+
+def _cut_text(text: str, offsets: Sequence[tuple[int, int]], count: int, from_middle: bool) -> str:
+    """Return `count` tokens of a text: the first ones, or the same number from both ends.
+
+    Instructions are usually at the beginning or at the end of a prompt (Bai et al. 2024, LongBench, section 4).
+    """
+    if count >= len(offsets):
+        return text
+    tail = count // 2 if from_middle else 0
+    end = text[offsets[-tail][0] :] if tail else ""
+    return (text[: offsets[count - tail - 1][1]] + end).strip()
 
 
 # ----- Positions of spans among tokens

@@ -1,6 +1,7 @@
 """Metrics of generated answers: exact match, F1 of words, BLEU, ROUGE, chrF, length, format validity, and extensions.
 
-sacrebleu computes BLEU and chrF, rouge_score computes ROUGE. Nothing is downloaded.
+Also instruction following and support by a context. sacrebleu computes BLEU and chrF, rouge_score computes ROUGE.
+Nothing is downloaded.
 """
 
 import json
@@ -9,7 +10,7 @@ import string
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,12 @@ import numpy as np
 
 from ratchet.config.evaluate import Evaluate
 from ratchet.config.extensions import compute_extension_scores, load_extension
+from ratchet.data.conversation import extract_text
 from ratchet.data.readers import reject_constant
 from ratchet.errors import SettingsError
-from ratchet.evaluation.metrics import POINTS, SHARE, Better, aggregate_metric, mean_score_metric
+from ratchet.evaluation.instruction_following import check_instructions, read_instructions
+from ratchet.evaluation.metrics import POINTS, SHARE, Better, aggregate_metric, bootstrap_metric, mean_score_metric
+from ratchet.evaluation.rows import TestRows
 from ratchet.storage.records.evaluation import MetricValue
 
 EXTENSION_UNIT = "score, mean of samples"
@@ -47,25 +51,40 @@ class AnswerMetricResult:
     values: list[float] | None
     """Mean over the answers of each row. None if the metric is not a mean of rows (corpus BLEU)."""
     metric: MetricValue
+    rows: Sequence[int] | None = None
+    """Indices of the rows of `values`. None: all rows."""
 
 
 def score_answers(
-    expected: Sequence[str], answers: Sequence[Sequence[str]], settings: Evaluate, exact_name: str
+    expected: Sequence[str],
+    answers: Sequence[Sequence[str]],
+    settings: Evaluate,
+    exact_name: str,
+    rows: TestRows | None = None,
 ) -> list[AnswerMetricResult]:
     """Score generated answers, the same number (at least one) for each row; references of further rows are ignored.
 
-    Of the settings, `metrics`, `answer_format` and `seed` are read. `exact_name` is the name of the share of exactly
-    right answers (`accuracy` for labels). Raises SettingsError if the regular expression of `answer_format` takes too
-    long.
+    Args:
+        expected: references.
+        answers: answers by row.
+        settings: of which `metrics`, `answer_format` and `seed` are read.
+        exact_name: name of the share of exactly right answers (`accuracy` for labels).
+        rows: the rows, which `ifeval` and `faithfulness` need; without them these metrics are left out. The metric
+            semantic_similarity, which needs a model, is left out always (semantic_similarity.py).
+
+    Raises:
+        SettingsError: a regular expression takes too long.
     """
     answers_per_row = len(answers[0])
     texts = [answer for row in answers for answer in row]
     references = [text for text, row in zip(expected[: len(answers)], answers, strict=True) for _ in row]
 
-    def average_rows(name: str, values: Sequence[float], better: Better, unit: str = SHARE) -> AnswerMetricResult:
+    def average_rows(
+        name: str, values: Sequence[float], better: Better, unit: str = SHARE, scored: Sequence[int] | None = None
+    ) -> AnswerMetricResult:
         # Several answers to a row count as one sample with a more precise score.
-        rows = [sum(values[i : i + answers_per_row]) / answers_per_row for i in range(0, len(values), answers_per_row)]
-        return AnswerMetricResult(name, rows, mean_score_metric(rows, better, unit))
+        means = [sum(values[i : i + answers_per_row]) / answers_per_row for i in range(0, len(values), answers_per_row)]
+        return AnswerMetricResult(name, means, mean_score_metric(means, better, unit), scored)
 
     matches = [float(text.strip() == reference.strip()) for text, reference in zip(texts, references, strict=True)]
     results = [average_rows(exact_name, matches, "higher")]
@@ -87,6 +106,14 @@ def score_answers(
             characters, words = ([float(len(part)) for part in parts] for parts in (texts, [t.split() for t in texts]))
             results.append(average_rows("length_characters", characters, "unknown", "characters"))
             results.append(average_rows("length_words", words, "unknown", "words"))
+        elif name == "ifeval":
+            results += _score_instructions(answers, rows, average_rows) if rows is not None else []
+        elif name == "faithfulness":
+            contexts = [] if rows is None else [rows.source_text(i) for i in range(len(answers)) for _ in answers[i]]
+            support = score_context_support(texts, contexts) if contexts else {}
+            results += [average_rows(kind, values, "higher") for kind, values in support.items()]
+        elif name == "semantic_similarity":
+            continue
         else:
             metric = load_extension("ratchet.metrics", name, "evaluate.metrics")
             values = compute_extension_scores(metric, name, "evaluate.metrics", texts, references)
@@ -98,6 +125,48 @@ def score_answers(
             raise SettingsError(f"evaluate.answer_format: {error}; avoid a repetition inside a repetition") from None
         results.append(average_rows("format_validity", valid, "higher"))
     return results
+
+
+def _score_instructions(
+    answers: Sequence[Sequence[str]], rows: TestRows, average_rows: Callable[..., AnswerMetricResult]
+) -> list[AnswerMetricResult]:
+    """Score the rows with instructions: all of a row followed (prompt level), and the share of instructions."""
+    read = [read_instructions(rows.ids[i], rows.fields[i]) for i in range(len(answers))]
+    scored = [i for i, row in enumerate(read) if row is not None]
+    instructions = [row for row, texts in zip(read, answers, strict=True) if row is not None for _ in texts]
+    prompts = [extract_text(rows.conversations[i].context.messages[-1]) for i in scored for _ in answers[i]]
+    followed = check_instructions(instructions, prompts, [text for i in scored for text in answers[i]])
+    results = []
+    for kind in ("strict", "loose"):
+        flags: list[tuple[bool, ...]] = [getattr(answer, kind) for answer in followed]
+        prompt_level = average_rows(
+            f"ifeval_prompt_{kind}", [float(all(row)) for row in flags], "higher", scored=scored
+        )
+        share = bootstrap_metric(
+            lambda rows: sum(map(sum, rows)) / sum(map(len, rows)), flags, "higher", "share of instructions"
+        )
+        results += [prompt_level, AnswerMetricResult(f"ifeval_instruction_{kind}", None, share)]
+    return results
+
+
+def score_context_support(answers: Sequence[str], contexts: Sequence[str]) -> dict[str, list[float]]:
+    """Compute the shares of words and of pairs of words of each answer that its context has, between 0 and 1.
+
+    It is a lexical measure: an answer in other words is less supported, and one that puts words of the context together
+    wrongly is supported. An answer without words has the share 0. A single word counts as its own pair.
+
+    Source: one minus the share of novel n-grams of See, Liu and Manning, "Get To The Point", ACL 2017; for words nearly
+    the coverage of Grusky, Naaman and Artzi, "Newsroom", NAACL 2018.
+    """
+    scores: dict[str, list[float]] = {"faithfulness_words": [], "faithfulness_bigrams": []}
+    for answer, context in zip(answers, contexts, strict=True):
+        words, known = WORD.findall(answer.lower()), WORD.findall(context.lower())
+        for kind, size in (("faithfulness_words", 1), ("faithfulness_bigrams", 1 if len(words) == 1 else 2)):
+            grams, others = (list(zip(*(w[k:] for k in range(size)), strict=False)) for w in (words, known))
+            available = set(others)
+            supported = sum(gram in available for gram in grams)
+            scores[kind].append(supported / len(grams) if grams else 0.0)
+    return scores
 
 
 def score_token_f1(answers: Sequence[str], references: Sequence[str]) -> list[float]:

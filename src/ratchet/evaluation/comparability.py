@@ -22,7 +22,7 @@ from ratchet.storage.records.data import DatasetCard
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 HARNESS = "lm_eval"
-"""Library whose version matters only to settings with tasks of the harness."""
+"""Library whose version matters only to settings that use it: tasks of the harness, the metric ifeval."""
 OWN_TEMPLATE = "each model's own"
 """Template of a contract under which every model uses its own chat template."""
 
@@ -33,10 +33,11 @@ def describe_numerics(
     """Describe how a model in this format computes on this machine: all that scores depend on but weights and inputs.
 
     `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `versions` are those of LIBRARIES and,
-    if the settings have tasks of the harness, of HARNESS.
+    if the settings use the harness, of HARNESS.
     """
     tasks, is_adapter = settings.evaluate.harness, model_format == "adapter"
-    libraries = (*LIBRARIES, HARNESS) if tasks.tasks or tasks.builtin_tasks else LIBRARIES
+    uses_harness = tasks.tasks or tasks.builtin_tasks or "ifeval" in settings.evaluate.metrics
+    libraries = (*LIBRARIES, HARNESS) if uses_harness else LIBRARIES
     dtype = settings.train.compute_dtype if is_adapter else settings.export.dtype
     return {
         "model_format": model_format,
@@ -55,18 +56,25 @@ def comparison_terms(
     rows: TestRows,
     general_text: str,
     tasks: Mapping[str, str],
+    encoder: str | None = None,
 ) -> dict[str, Any]:
     """Return the terms of the contract that are the same for every model: the inputs.
 
-    `tasks` has the current digest of each local harness task.
+    `tasks` has the current digest of each local harness task, `encoder` the digest of the encoder of
+    semantic_similarity.
     """
     evaluate = settings.evaluate.model_dump(
         mode="json", exclude={"formats", "quantization_rows", "latency_rows", "judge"}
     )
+    # At their defaults, settings that came later are left out, so that earlier contracts keep their digests.
+    for name in ("perturbations", "embedding_model"):
+        if not evaluate[name]:
+            del evaluate[name]
     extensions = [name for name in settings.evaluate.metrics if name not in BUILTIN_METRICS]
     packages = [describe_extension("ratchet.metrics", name) for name in extensions]
     return {
         **({"metric_packages": packages} if packages else {}),
+        **({"encoder": encoder} if encoder else {}),
         "data": card.digest,
         "test_rows": digests.hash_json(rows.ids),
         "fields": card.fields_digest,

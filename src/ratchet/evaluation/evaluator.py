@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from ratchet.config.evaluate import ModelFormat
+from ratchet.config.evaluate import ModelFormat, Perturbation
 from ratchet.config.settings import Settings
 from ratchet.data import tokenization
 from ratchet.evaluation import answer_metrics, comparability, harness, metrics, rows
+from ratchet.evaluation.answer_metrics import AnswerMetricResult
 from ratchet.evaluation.harness import HarnessScores
-from ratchet.evaluation.metrics import ConfusionMatrix
+from ratchet.evaluation.metrics import CalibrationBin, ConfusionMatrix
+from ratchet.evaluation.perturbations import perturb
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
@@ -23,13 +25,12 @@ from ratchet.models.memory import capacity
 from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import InferenceCost, MetricValue, SampleScore
 
 Progress = Callable[[str], None]
 """Shows a line of text to the user."""
-PROGRESS_EVERY_S = 15.0
-"""Seconds between two progress lines about the same work."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class EvaluationResult:
     per_class: dict[str, dict[str, float]] = field(default_factory=dict)
     confusion: ConfusionMatrix | None = None
     curves: dict[str, Any] = field(default_factory=dict)
+    calibration: Sequence[CalibrationBin] = ()
     documents: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     cost: InferenceCost | None = None
     notes: list[str] = field(default_factory=list)
@@ -99,15 +101,10 @@ class Evaluator:
         # Each file has the scores of one model with one set of numerics; the keys identify the requests.
         name = digests.hash_json([subject.identity, numerics])[:32]
         store = ScoreStore(self.layout.scores / f"{name}.jsonl" if self.use_cache else None)
-        last_shown_s = time.monotonic()
-
-        def show_progress(done: int, total: int) -> None:
-            nonlocal last_shown_s
-            if done < total and time.monotonic() - last_shown_s > PROGRESS_EVERY_S:
-                self.progress(f"{subject.role}: {done:,} of {total:,}")
-                last_shown_s = time.monotonic()
-
-        scorer = Scorer(model, tokenizer.pad_token_id, numerics["batch_rows"], store, show_progress)
+        scorer = Scorer(
+            model, tokenizer.pad_token_id, numerics["batch_rows"], store,
+            lambda kind, done, total: report_progress(f"{subject.role}: {kind}", done, total),
+        )  # fmt: skip
         evaluation = _ModelEvaluation(self, result, scorer, tokenizer, end_tokens)
         evaluation.score_likelihoods()
         uses_cache = model.config.use_cache
@@ -166,6 +163,8 @@ class _ModelEvaluation:
         self.likelihoods = self.scorer.score_rows(self.rows.input_ids, self.rows.labels)
         losses = [row.nll / row.tokens for row in self.likelihoods]
         self._add_row_metric("answer_loss", metrics.mean_loss_metric(losses), losses)
+        if self.rows.rejected is not None:
+            self._score_preferences(self.rows.rejected)
         for name, select in _PERPLEXITIES.items():
             self._add_perplexity(name, self.rows.ids, [select(row) for row in self.likelihoods])
         settings = self.settings.general_text
@@ -176,8 +175,18 @@ class _ModelEvaluation:
         block_scores = [(block.nll, block.tokens) for block in self.scorer.score_text(blocks)]
         self._add_perplexity("general_perplexity", [f"block {i}" for i in range(len(blocks))], block_scores)
 
-    def _add_row_metric(self, name: str, metric: MetricValue, values: Sequence[float]) -> None:
-        samples = [SampleScore(id=key, value=value) for key, value in zip(self.rows.ids, values, strict=False)]
+    def _score_preferences(self, rejected: rows.EncodedRows) -> None:
+        """Measure how often the model finds the chosen answer more likely per token than the rejected one."""
+        self._show_progress(f"likelihood of {len(rejected.labels)} rejected answers")
+        hits = self.scorer.score_preferences(rejected, self.likelihoods)
+        self._add_row_metric("preference_accuracy", metrics.proportion_metric(hits), hits)
+
+    def _add_row_metric(
+        self, name: str, metric: MetricValue, values: Sequence[float], indices: Sequence[int] | None = None
+    ) -> None:
+        """Add a metric with a score for the first rows, or for the rows with these indices."""
+        ids = self.rows.ids if indices is None else [self.rows.ids[i] for i in indices]
+        samples = [SampleScore(id=key, value=value) for key, value in zip(ids, values, strict=False)]
         self.result.add_metric(name, metric, samples)
 
     def _add_perplexity(self, name: str, ids: Sequence[str], scores: Sequence[tuple[float, int]]) -> None:
@@ -198,19 +207,54 @@ class _ModelEvaluation:
         is_labels = self.card.task == "labels"
         expected = self.rows.expected
         exact_name = "accuracy" if is_labels else "exact_match"
-        for scored in answer_metrics.score_answers(expected, self.result.answers, self.settings, exact_name):
+        results = answer_metrics.score_answers(expected, self.result.answers, self.settings, exact_name, self.rows)
+        for scored in results:
             metric = scored.metric
             if scored.name == "accuracy":
                 metric = metric.model_copy(update={"chance": metrics.majority_share(expected)})
             if scored.values is None:
                 self.result.metrics[scored.name] = metric
             else:
-                self._add_row_metric(scored.name, metric, scored.values)
+                self._add_row_metric(scored.name, metric, scored.values, scored.rows)
+        for kind in self.settings.perturbations:
+            self._score_perturbed(kind, exact_name, results)
         if is_labels:
             first_answers = [answers[0] for answers in self.result.answers]
             classes, self.result.confusion = metrics.score_classes(expected, first_answers)
             self.result.per_class = dict(classes)
             self.result.metrics |= metrics.compute_label_metrics(expected, first_answers, self.settings.seed)
+
+    def _score_perturbed(self, kind: Perturbation, exact_name: str, plain: Sequence[AnswerMetricResult]) -> None:
+        """Answer the prompts again with one kind of change, and compare the answers and their scores row by row."""
+        changed = {
+            i: context
+            for i, row in enumerate(self.rows.conversations[: self.rows.generation_count])
+            if (context := perturb(kind, self.rows.ids[i], row.context, self.rows.fields[i])) is not None
+        }
+        if not changed:
+            self.result.notes.append(f"evaluate.perturbations: {kind} changes no row, so it has no figures")
+            return
+        self._show_progress(f"generating answers to {len(changed)} rows with changed prompts ({kind})")
+        indices = list(changed)
+        prompts = [tokenization.encode_prompt(self.tokenizer, context) for context in changed.values()]
+        answers = self.scorer.generate_answers(self.tokenizer, prompts, self.end_tokens, self.settings)
+        same = [
+            float(new[0] == self.result.answers[i][0]) for i, new in zip(indices, answers, strict=True)
+        ]  # fmt: skip
+        self._add_row_metric(f"robustness/{kind}/same_answer", metrics.proportion_metric(same), same, indices)
+        part = self.rows.select(indices)
+        scores_before = {scored.name: scored for scored in plain}
+        for scored in answer_metrics.score_answers(part.expected, answers, self.settings, exact_name, part):
+            if scored.values is None or scored.metric.better != "higher":
+                continue
+            rows_after = [indices[k] for k in scored.rows] if scored.rows is not None else indices
+            self._add_row_metric(f"robustness/{kind}/{scored.name}", scored.metric, scored.values, rows_after)
+            before = scores_before[scored.name]
+            by_row = dict(zip(before.rows or range(len(before.values or ())), before.values or (), strict=True))
+            self.result.metrics[f"robustness/{kind}/{scored.name}_change"] = metrics.paired_difference_metric(
+                scored.values, [by_row[i] for i in rows_after], [self.rows.groups[i] for i in rows_after],
+                scored.metric.unit, self.settings.seed,
+            )  # fmt: skip
 
     def score_labels(self) -> None:
         """Score how likely each label is: precision-recall curves, and accuracy of the most likely label."""
@@ -229,6 +273,9 @@ class _ModelEvaluation:
         expected = self.rows.expected
         self.result.curves = metrics.precision_recall_curves(labels, expected, scores)
         self.result.metrics["macro_average_precision"] = metrics.mean_average_precision(
+            labels, expected, scores, self.settings.seed
+        )
+        self.result.calibration, self.result.metrics["calibration_error"] = metrics.measure_calibration(
             labels, expected, scores, self.settings.seed
         )
         for label, curve in self.result.curves.items():
@@ -309,6 +356,7 @@ def measure_cost(
         if number:
             seconds.append(time.perf_counter() - start_s)
             tokens += len(answer)
+            report_progress("answers one at a time", number, len(prompts))
     return InferenceCost(
         rows=len(prompts),
         latency_s=statistics.median(seconds),

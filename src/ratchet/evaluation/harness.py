@@ -29,6 +29,7 @@ from ratchet.data.harness_tasks import find_task_files, fingerprint_tasks
 from ratchet.errors import SettingsError
 from ratchet.evaluation.metrics import Better, bootstrap_metric
 from ratchet.storage import digests
+from ratchet.storage.progress import report_step
 from ratchet.storage.records.evaluation import MetricValue
 
 __all__ = ["FEWSHOT_SEED", "HarnessResultCache", "HarnessScores", "HarnessTaskResult", "find_task_files",
@@ -109,7 +110,9 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
             with token_files.use_fresh_cache() if folder else contextlib.nullcontext():
                 loader = _HarnessTaskLoader(f"evaluate.harness.{key}", folder)
                 language_model = _build_language_model(model, tokenizer, batch_rows, results_cache)
-                results += [_run_task_or_group(language_model, name, loader, settings) for name in names]
+                for name in names:
+                    with report_step(f"lm-evaluation-harness: {name}"):
+                        results.append(_run_task_or_group(language_model, name, loader, settings))
     return results
 
 

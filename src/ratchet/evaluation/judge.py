@@ -5,8 +5,8 @@ missing ones.
 """
 
 import json
+import math
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,26 +17,34 @@ from ratchet.config.evaluate import JudgeSettings
 from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation, Message, extract_text
 from ratchet.errors import SettingsError
-from ratchet.evaluation.evaluator import PROGRESS_EVERY_S, EvaluationResult, Progress
-from ratchet.evaluation.metrics import proportion_metric
+from ratchet.evaluation.evaluator import EvaluationResult, Progress
+from ratchet.evaluation.metrics import krippendorff_alpha, make_interval_plan, proportion_metric
 from ratchet.evaluation.rows import TestRows, read_task_text
 from ratchet.evaluation.scorer import ScoreStore
-from ratchet.models.runtimes.openai_client import ChatRequest, OpenAiEndpoint, SamplingOptions, ServedModel
+from ratchet.models.runtimes.openai_client import (
+    KEY_VARIABLE,
+    ChatRequest,
+    OpenAiEndpoint,
+    SamplingOptions,
+    ServedModel,
+)
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.evaluation import JudgePreference, JudgeReport, MetricValue, ModelRole
+from ratchet.storage.progress import report_progress
+from ratchet.storage.records.evaluation import (
+    JudgePreference,
+    JudgeReport,
+    MetricValue,
+    ModelRole,
+    PanelPreference,
+)
 
 Reply = Mapping[str, Any]
 """Stored part of a reply: text, reasoning, finish, prompt_tokens, tokens, tries."""
 Lines = dict[ModelRole, list[dict[str, Any]]]
 """By opponent: one line per row, as stage evaluate writes them."""
-CONFIDENCE = 0.975
-"""Confidence of each bound; two bounds make a 95 % interval."""
-RESAMPLES = 9999
-POWER, DISCORDANCE = 0.8, 0.1
-"""Fields that PairedTestPlan requires; they only affect sample sizes, which are not used here."""
 Verdict = Literal["A", "B", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("A", "B", "tie")
 Preferred = Literal["candidate", "opponent", "tie"]
@@ -86,11 +94,33 @@ class JudgeSession:
         Raises SettingsError if the rubric, address or model does not exist, or the server refuses the request, and
         EndpointError if the server does not answer.
         """
+        return cls._connect(layout, settings, settings.evaluate.judge, KEY_VARIABLE)
+
+    @classmethod
+    def list_from_settings(cls, layout: ProjectLayout, settings: Settings) -> "list[JudgeSession]":
+        """Connect to all judges of the settings. Raises the errors of `from_settings`.
+
+        Each judge has a key of its own, so that no server receives the key of another one. Judges at the address of the
+        first share its key.
+        """
         judge = settings.evaluate.judge
+        sessions = [cls.from_settings(layout, settings)]
+        for number, other in enumerate(judge.additional_judges, 2):
+            variable = KEY_VARIABLE if other.base_url == judge.base_url else f"{KEY_VARIABLE}_{number}"
+            update = other.model_dump() | {"additional_judges": ()}
+            sessions.append(cls._connect(layout, settings, judge.model_copy(update=update), variable))
+        return [session for session in sessions if session is not None]
+
+    @classmethod
+    def _connect(
+        cls, layout: ProjectLayout, settings: Settings, judge: JudgeSettings, key_variable: str
+    ) -> "JudgeSession | None":
         if judge.base_url is None:
             return None
         rubric = read_rubric(layout, judge)
-        endpoint = OpenAiEndpoint(judge.base_url, settings.machine.endpoint, judge.model)
+        endpoint = OpenAiEndpoint(
+            judge.base_url, settings.machine.endpoint, judge.model, key_variable=key_variable
+        )  # fmt: skip
         served = endpoint.get_model()
         name = digests.hash_json(["judge", str(endpoint.address), dict(served.identity)])[:32]
         return cls(judge, rubric, endpoint, served, ScoreStore(layout.scores / f"judge-{name}.jsonl"))
@@ -115,9 +145,8 @@ class JudgeSession:
                 answers = results[candidate].answers[row][0], results[role].answers[row][0]
                 orders = (answers, answers[::-1]) if answers[0] != answers[1] else ()
                 conversation = rows.conversations[row]
-                requests = [
-                    build_messages(self.rubric, conversation, order, self.settings.show_reference) for order in orders
-                ]
+                reference = rows.references[row] if self.settings.show_reference else None
+                requests = [build_messages(self.rubric, conversation, order, reference) for order in orders]
                 row_keys = [digests.hash_json({"messages": r, "sampling": asdict(self._sampling)}) for r in requests]
                 messages |= zip(row_keys, requests, strict=True)
                 keys[role].append(row_keys)
@@ -145,7 +174,6 @@ class JudgeSession:
         replies = {key: reply for key in requests if (reply := self.store.get(key)) is not None}
         missing = [key for key in requests if key not in replies]
         progress(f"judge {self.served.name}: {len(missing):,} requests, {len(replies):,} answered before")
-        last_shown_s = time.monotonic()
         chats = (ChatRequest(index, requests[key], self._sampling) for index, key in enumerate(missing))
         for done, (index, reply) in enumerate(self.endpoint.answers(chats), 1):
             stored = {
@@ -153,9 +181,7 @@ class JudgeSession:
                 "prompt_tokens": reply.prompt_tokens, "tokens": reply.tokens,
             }  # fmt: skip
             replies[missing[index]] = self.store.get_or_compute(missing[index], partial(dict, stored))
-            if done < len(missing) and time.monotonic() - last_shown_s > PROGRESS_EVERY_S:
-                progress(f"judge {self.served.name}: {done:,} of {len(missing):,}")
-                last_shown_s = time.monotonic()
+            report_progress("requests to the judge", done, len(missing))
         return {key: replies[key] for key in requests}
 
     def _judge_opponent(
@@ -171,8 +197,9 @@ class JudgeSession:
                     reasons = {"context": "longer than the judge's context", "length": "truncated at max_tokens"}
                     unreadable[reasons.get(reply["finish"], "without a verdict")] += 1
             first, second = preferred or (None, None)
-            name = f"row {row}" if rows.groups[row] is None else f"group {rows.groups[row]}"
-            judgements.append(PairwiseJudgement(name, (first, second), has_identical_answers=not row_keys))
+            judgements.append(
+                PairwiseJudgement(_group_name(rows, row), (first, second), has_identical_answers=not row_keys)
+            )
             lines.append(
                 {
                     "id": rows.ids[row],
@@ -207,6 +234,57 @@ class JudgeSession:
         )
 
 
+def judge_answers(
+    sessions: Sequence[JudgeSession],
+    results: Mapping[ModelRole, EvaluationResult],
+    rows: TestRows,
+    progress: Progress,
+) -> tuple[JudgeReport, Lines, list[str]]:
+    """Ask every judge, the first of which is the main one. Raises the errors of `JudgeSession.judge_answers`."""
+    judged = [session.judge_answers(results, rows, progress) for session in sessions]
+    report, lines, notes = judged[0]
+    others = judged[1:]
+    if not others:
+        return judged[0]
+    seed = sessions[0].settings.seed
+    panel = {
+        role: _compute_panel(
+            role, [[line["score"] for line in part[role]] for _, part, _ in judged], lines[role], rows, seed
+        )
+        for role in lines
+    }
+    for role, role_lines in lines.items():
+        for number, line in enumerate(role_lines):
+            line["additional_judges"] = [
+                {key: part[role][number][key] for key in ("score", "preferred", "replies")} for _, part, _ in others
+            ]
+    report = report.model_copy(update={"additional_judges": tuple(found for found, _, _ in others), "panel": panel})
+    return report, lines, [*notes, *(note for _, _, more in others for note in more if note not in notes)]
+
+
+def _compute_panel(
+    role: ModelRole,
+    scores_by_judge: Sequence[Sequence[float | None]],
+    lines: Sequence[Mapping[str, Any]],
+    rows: TestRows,
+    seed: int,
+) -> PanelPreference:
+    """Compute the mean of the judges' scores, and their agreement on rows with different answers."""
+    scores_by_row = [[score for score in row if score is not None] for row in zip(*scores_by_judge, strict=True)]
+    means, groups = [], []
+    for number, scores in enumerate(scores_by_row):
+        if scores:
+            means.append(math.fsum(scores) / len(scores))
+            groups.append(_group_name(rows, number))
+    rate = _make_win_rate(means, groups, make_interval_plan(seed))
+    asked = [scores for scores, line in zip(scores_by_row, lines, strict=True) if not line["identical_answers"]]
+    return PanelPreference(against=role, win_rate=rate, alpha=krippendorff_alpha(asked, seed))
+
+
+def _group_name(rows: TestRows, row: int) -> str:
+    return f"row {row}" if rows.groups[row] is None else f"group {rows.groups[row]}"
+
+
 # Request to the judge, and parsing of its verdict.
 
 
@@ -224,7 +302,7 @@ def read_rubric(layout: ProjectLayout, settings: JudgeSettings) -> str:
 
 
 def build_messages(
-    rubric: str, conversation: Conversation, answers: Sequence[str], show_reference: bool
+    rubric: str, conversation: Conversation, answers: Sequence[str], reference: str | None
 ) -> list[Message]:
     """Build the messages that request a verdict on two answers, the first as A and the second as B.
 
@@ -237,8 +315,8 @@ def build_messages(
         written_calls = f"\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
         turns.append(f"{message['role']}: {extract_text(message)}{written_calls}")
     texts = {"CONVERSATION": "\n\n".join(turns)}
-    if show_reference:
-        texts["REFERENCE, A KNOWN GOOD ANSWER"] = conversation.response
+    if reference is not None:
+        texts["REFERENCE, A KNOWN GOOD ANSWER"] = reference
     mark = digests.hash_json([sorted(texts.values()), sorted(answers)])[: digests.SHORT]
     texts |= {"ANSWER A": answers[0], "ANSWER B": answers[1]}
     sections = "\n\n".join(f"[{mark} {name}]\n{text}\n[{mark} END]" for name, text in texts.items())
@@ -294,14 +372,10 @@ def compute_preference(
     against: ModelRole, rows: Sequence[PairwiseJudgement], unreadable: Counter[str], seed: int
 ) -> JudgePreference:
     """Compute the metrics of the comparison with one opponent; `unreadable` counts replies without a verdict."""
-    plan = PairedTestPlan(CONFIDENCE, POWER, DISCORDANCE, RESAMPLES, seed)
+    plan = make_interval_plan(seed)
     scored = [(row.group, score) for row in rows if (score := row.score) is not None]
     scores = [score for _, score in scored]
-    win_rate = None
-    if (estimate := _mean_share(scores, [group for group, _ in scored], plan)) is not None:
-        value, low, high = estimate
-        unit = "share of pairs, a tie is half"
-        win_rate = MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
+    win_rate = _make_win_rate(scores, [group for group, _ in scored], plan)
     return JudgePreference(
         against=against,
         rows=len(scored),
@@ -315,6 +389,14 @@ def compute_preference(
         agreement=_order_agreement(rows),
         position_bias=_position_bias(rows, plan),
     )
+
+
+def _make_win_rate(scores: Sequence[float], groups: Sequence[str], plan: PairedTestPlan) -> MetricValue | None:
+    if (estimate := _mean_share(scores, groups, plan)) is None:
+        return None
+    value, low, high = estimate
+    unit = "share of pairs, a tie is half"
+    return MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
 
 
 def _mean_share(

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ratchet.quality_gate import paired_test
+from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.storage.records.evaluation import MetricValue
 
 SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
@@ -29,6 +31,9 @@ MAX_WEIGHTS_PER_CHUNK = 2**23
 MAX_CURVE_POINTS = 200
 """Maximum number of points of a precision-recall curve that are drawn; average precision uses all points."""
 LABEL_UNIT = "share, over labels"
+CALIBRATION_UNIT = "difference of shares, mean of rows"
+CALIBRATION_BINS = 10
+"""Number of equally wide bins of confidence (C. Guo et al., ICML 2017)."""
 
 OTHER = "(something else)"
 """Column of the confusion matrix for answers that are not a label."""
@@ -60,7 +65,10 @@ def mean_score_metric(values: Sequence[float], better: Better, unit: str = "mean
     """Compute the mean of per-sample scores; a proportion if all are 0 or 1 and 1 is the best possible score."""
     if better == "higher" and unit != POINTS and all(value in (0.0, 1.0) for value in values):
         return proportion_metric(values)
-    return mean_metric(values, better, unit)
+    metric = mean_metric(values, better, unit)
+    if unit == SHARE:
+        return metric.model_copy(update={"low": max(0.0, metric.low), "high": min(1.0, metric.high)})
+    return metric
 
 
 def perplexity_metric(nll: Sequence[float], tokens: Sequence[float]) -> MetricValue:
@@ -94,6 +102,55 @@ def bootstrap_metric(
     return aggregate_metric(value, len(samples), (low, high), better, unit)
 
 
+def make_interval_plan(seed: int) -> PairedTestPlan:
+    """Return the plan of a paired comparison of which only difference and 95 % interval are used.
+
+    Each bound has the confidence 97.5 %. Power and discordance affect only sample sizes.
+    """
+    return PairedTestPlan(confidence=0.975, power=0.8, discordance=0.1, resamples=9999, seed=seed)
+
+
+def paired_difference_metric(
+    new: Sequence[float], old: Sequence[float], groups: Sequence[str | None], unit: str, seed: int
+) -> MetricValue:
+    """Compute the mean difference of two scores of the same rows, with the interval of the gate's paired test."""
+    result = paired_test.compare(PairedScores(new, old, "higher", groups=groups), 0.0, make_interval_plan(seed))
+    return aggregate_metric(result.difference, len(new), (result.low, result.high), "higher", f"difference, {unit}")
+
+
+def krippendorff_alpha(ratings: Sequence[Sequence[float]], seed: int) -> MetricValue | None:
+    """Compute Krippendorff's alpha of ratings on an interval scale, with a bootstrap interval over the rated units.
+
+    1 is full agreement, 0 that of chance. Units with one rating are left out. None if there are fewer than two units,
+    or all ratings are equal, because alpha is then undefined.
+
+    Source: K. Krippendorff, "Computing Krippendorff's Alpha-Reliability", 2011.
+
+    Args:
+        ratings: the ratings of each unit, in any order.
+        seed: seed of the bootstrap.
+    """
+    units = [np.asarray(unit, dtype=np.float64) for unit in ratings if len(unit) > 1]
+    counts = np.array([len(unit) for unit in units], dtype=np.float64)
+    sums = np.array([unit.sum() for unit in units])
+    squares = np.array([(unit**2).sum() for unit in units])
+
+    def compute(rows: Any) -> float:
+        m, total, square = counts[rows], sums[rows], squares[rows]
+        n = m.sum()
+        observed = ((m * square - total**2) / (m - 1)).sum() / n
+        expected = (n * square.sum() - total.sum() ** 2) / (n * (n - 1))
+        return float(1 - observed / expected) if expected > 0 else math.nan
+
+    if len(units) < 2 or not math.isfinite(value := compute(np.arange(len(units)))):
+        return None
+    rng = np.random.default_rng(seed)
+    resampled = [compute(rng.integers(0, len(units), len(units))) for _ in range(LABEL_RESAMPLES)]
+    finite = [alpha for alpha in resampled if math.isfinite(alpha)]
+    low, high = np.percentile(finite, [2.5, 97.5]).tolist()
+    return aggregate_metric(value, len(units), (low, high), "higher", "1 is agreement, 0 chance")
+
+
 def aggregate_metric(value: float, n: int, interval: tuple[float, float], better: Better, unit: str) -> MetricValue:
     """Build a metric of all samples together; the interval is widened if it does not contain the value."""
     low, high = min(value, interval[0]), max(value, interval[1])
@@ -106,6 +163,22 @@ class ConfusionMatrix:
 
     labels: tuple[str, ...]
     matrix: tuple[tuple[int, ...], ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return (*self.labels, OTHER)
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Rows whose likeliest labels have similar confidence."""
+
+    confidence: float
+    """Mean probability of the likeliest label among all labels."""
+    accuracy: float
+    """Share of the rows in which the likeliest label is the true one."""
+    rows: int
 
 
 def majority_share(expected: Sequence[str]) -> float:
@@ -208,6 +281,41 @@ def precision_recall_curves(
             "average_precision": float(average_precision_score(truth, odds[:, i])),
         }
     return curves
+
+
+def measure_calibration(
+    labels: Sequence[str], expected: Sequence[str], label_scores: Sequence[Sequence[float]], seed: int
+) -> tuple[list[CalibrationBin], MetricValue]:
+    """Compare the confidence in the likeliest label with its accuracy, in bins of confidence; empty bins are left out.
+
+    Returns the bins and the expected calibration error, the mean difference between both, weighted by rows, with a
+    bootstrap interval. `label_scores` are as in `precision_recall_curves`; scores that are not finite give no bins and
+    NaN.
+    """
+    scores = np.asarray(label_scores, dtype=np.float64)
+    n = len(scores)
+    if not np.isfinite(scores).all():
+        return [], _with_bootstrap_interval(math.nan, n, [math.nan], CALIBRATION_UNIT)
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+    confidence = 1 / shares.sum(axis=1)
+    likeliest = np.array(labels)[scores.argmax(axis=1)]
+    hits = (likeliest == np.array(expected)).astype(np.float64)
+    bin_of_row = np.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+
+    def error(rows: Any) -> float:
+        gaps = np.bincount(bin_of_row[rows], weights=(confidence - hits)[rows])
+        return float(np.abs(gaps).sum() / n)
+
+    rng = np.random.default_rng(seed)
+    resampled = [error(rng.integers(0, n, n)) for _ in range(LABEL_RESAMPLES)]
+    metric = _with_bootstrap_interval(error(np.arange(n)), n, resampled, CALIBRATION_UNIT)
+    members = [np.flatnonzero(bin_of_row == number) for number in range(CALIBRATION_BINS)]
+    bins = [
+        CalibrationBin(float(confidence[rows].mean()), float(hits[rows].mean()), len(rows))
+        for rows in members
+        if len(rows)
+    ]
+    return bins, metric.model_copy(update={"better": "lower"})
 
 
 def _log_odds(label_scores: Sequence[Sequence[float]]) -> Any:

@@ -128,8 +128,8 @@ class EvaluationModelLoader:
             return evaluator.evaluate(subject, *self._load_plain(self.layout.merged_model), numerics)
         digest = self.trained.adapter_digest
         subject = EvaluationSubject("candidate", digest, digests.hash_json([self.base.digest, digest]), model_format)
-        model = adapters.load(self._load_base(), self.layout.adapter)
-        return evaluator.evaluate(subject, model, self._load_tokenizer(), numerics)
+        model = adapters.load(self.load_base(), self.layout.adapter)
+        return evaluator.evaluate(subject, model, self.load_tokenizer(), numerics)
 
     def find_identical(self, role: ModelRole) -> ModelRole | None:
         """Return the role of an identical model that is evaluated anyway; None if this opponent must be evaluated."""
@@ -145,8 +145,8 @@ class EvaluationModelLoader:
         self, evaluator: Evaluator, size: EvaluationBatchSize, results: dict[ModelRole, EvaluationResult]
     ) -> None:
         """Add the results of base, candidate, and opponents with an adapter on this base."""
-        tokenizer = self._load_tokenizer()
-        model = adapters.load(self._load_base(), self.layout.adapter)
+        tokenizer = self.load_tokenizer()
+        model = adapters.load(self.load_base(), self.layout.adapter)
         numerics = describe_numerics("adapter", self.settings, self.device, size.choose_for(model))
 
         def evaluate(role: ModelRole, digest: str, identity: str) -> None:
@@ -179,7 +179,7 @@ class EvaluationModelLoader:
 
         # No variable here holds a model while the next one is loaded, so only one of them must fit into memory.
         if "base" not in results:
-            evaluate("base", self.base.digest, self._load_plain_base(), self._load_tokenizer())
+            evaluate("base", self.base.digest, self._load_plain_base(), self.load_tokenizer())
         evaluate("merged", self.require_export(), *self._load_plain(self.layout.merged_model))
         for role, opponent in self.opponents.items():
             if role in results:
@@ -191,14 +191,13 @@ class EvaluationModelLoader:
             else:
                 evaluate(role, opponent.champion.model_digest, *self._load_plain(opponent.folder / "hf"))
 
-    def _load_base(self) -> Any:
+    def load_base(self) -> Any:
         """Load the base as it was loaded for training."""
         return loading.load(self.base_path, self.base, self.settings.train, self.device)
 
-    def _load_tokenizer(self) -> Any:
+    def load_tokenizer(self) -> Any:
         """Load the tokenizer that the rows were prepared with."""
-        base = self.base
-        return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
+        return base_model.load_project_tokenizer(self.layout, self.base)
 
     def _load_plain_base(self) -> Any:
         oom.release_memory()

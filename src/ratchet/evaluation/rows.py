@@ -13,17 +13,29 @@ from ratchet.data import token_files, tokenization
 from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, extract_text
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
+from ratchet.models import base_model
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.evaluation import EvaluatedRow
 
 TEXT = Path(__file__).with_name("general.txt")
 """About eighty short pieces of prose, written for this purpose, so that no model was trained on them."""
+CONTEXT = "context"
+"""Field of a row with the text that its answer is about."""
 MIN_BLOCKS = 2
 """Minimum number of blocks; a single sample has no variance."""
 MAX_SLICES_PER_FIELD = 50
 """Maximum number of slices of a field of evaluate.slice_by: the most frequent values. A field with free text has more
 values."""
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Conversations as tokens."""
+
+    input_ids: list[list[int]]
+    labels: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -39,14 +51,38 @@ class TestRows:
     groups: list[str | None]
     """Group of each row. Rows of one group are not independent."""
     fields: list[Mapping[str, str]]
+    references: list[str]
+    """Last answer of each row, stripped like generated answers. A tool call is written as the chat template does."""
+    rejected: EncodedRows | None
+    """Conversations with the rejected answers; None unless prepare.task is preferences."""
     generation_count: int
     """Number of first rows that get generated answers. Rows are ordered by id, and ids are digests of content, so the
     first rows are a random sample."""
 
     @property
     def expected(self) -> list[str]:
-        """References of the rows with generated answers, stripped like generated answers."""
-        return [conversation.response.strip() for conversation in self.conversations[: self.generation_count]]
+        """References of the rows with generated answers."""
+        return self.references[: self.generation_count]
+
+    def select(self, indices: Sequence[int]) -> "TestRows":
+        """Return some of the rows, all of them answered."""
+        return TestRows(
+            ids=[self.ids[i] for i in indices],
+            conversations=[self.conversations[i] for i in indices],
+            input_ids=[self.input_ids[i] for i in indices],
+            labels=[self.labels[i] for i in indices],
+            groups=[self.groups[i] for i in indices],
+            fields=[self.fields[i] for i in indices],
+            references=[self.references[i] for i in indices],
+            rejected=None,  # these rows are answered, not compared with rejected answers
+            generation_count=len(indices),
+        )
+
+    def source_text(self, row: int) -> str:
+        """Return the text that an answer should keep to: the row's field `context`, or else all messages before it."""
+        if given := self.fields[row].get(CONTEXT):
+            return given
+        return "\n".join(extract_text(message) for message in self.conversations[row].context.messages)
 
     def answer_tokens(self, row: int) -> int:
         """Count the tokens of a row that have a label."""
@@ -59,7 +95,7 @@ class TestRows:
             yield EvaluatedRow(
                 id=key,
                 prompt=extract_text(conversation.context.messages[-1]),
-                expected=conversation.response,
+                expected=self.references[i],
                 group=self.groups[i],
                 fields={name: self.fields[i].get(name, "") for name in fields},
                 prompt_tokens=len(self.input_ids[i]) - 1 - answer_tokens,
@@ -96,13 +132,22 @@ def read(layout: ProjectLayout, settings: Settings, split: SplitName = "test", c
     dataset = token_files.open_split(layout.data, split)
     dataset = dataset.select(range(min(count or len(dataset), len(dataset))))
     ids = list(dataset["id"])
+    conversations = [Conversation.from_json(text) for text in dataset["conversation"]]
+    labels = dataset["labels"][:]
+    tokenizer = None
+    if any(conversation.calls_tools for conversation in conversations):
+        tokenizer = base_model.load_project_tokenizer(layout, BaseCard.load(layout.base_card))
     return TestRows(
         ids=ids,
-        conversations=[Conversation.from_json(text) for text in dataset["conversation"]],
+        conversations=conversations,
         input_ids=dataset["input_ids"][:],
-        labels=dataset["labels"][:],
+        labels=labels,
         groups=list(dataset["group"]),
         fields=[json.loads(text) for text in dataset["fields"]],
+        rejected=EncodedRows(dataset["rejected_input_ids"][:], dataset["rejected_labels"][:])
+        if "rejected_input_ids" in dataset.column_names
+        else None,
+        references=[tokenization.decode_answer(*row, tokenizer) for row in zip(conversations, labels, strict=True)],
         generation_count=min(len(ids), settings.evaluate.generation_rows or len(ids)),
     )
 

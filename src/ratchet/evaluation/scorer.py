@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ratchet.config.evaluate import Evaluate
 from ratchet.data.batches import split_micro_batches
 from ratchet.errors import StorageError
+from ratchet.evaluation.rows import EncodedRows
 from ratchet.models import scoring
 from ratchet.models.decoding import token_choice
 from ratchet.models.device import Model
@@ -54,8 +55,8 @@ class Scorer:
     batch_rows: int
     store: "ScoreStore"
     """Stored results of this model with these numerics; the keys contain neither of these."""
-    progress: Callable[[int, int], None]
-    """Called with the number of finished rows and the number of all rows."""
+    progress: Callable[[str, int, int], None]
+    """Called with the kind of the scores, the number of finished rows and the number of all rows."""
 
     def score_rows(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
         """Compute the likelihood of each row: answer tokens (those with a label) and prompt tokens separately."""
@@ -71,6 +72,11 @@ class Scorer:
 
         batches = split_micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
         return [RowLikelihood(*values) for values in self._compute_batches("likelihoods", batches, request, compute)]
+
+    def score_preferences(self, rejected: EncodedRows, chosen: Sequence[RowLikelihood]) -> list[float]:
+        """Return 1 for each pair whose chosen answer is more likely per token than the rejected one, else 0."""
+        others = self.score_rows(rejected.input_ids, rejected.labels)
+        return [float(a.nll / a.tokens < b.nll / b.tokens) for a, b in zip(chosen, others, strict=True)]
 
     def score_text(self, blocks: Sequence[Tokens]) -> list[RowLikelihood]:
         """Compute the likelihood of plain text: all tokens of a block but the first count as answer."""
@@ -162,7 +168,7 @@ class Scorer:
             for row, result in zip(batch, batch_results, strict=True):
                 results[row] = result
             done += len(batch)
-            self.progress(done, total)
+            self.progress(kind.replace("_", " "), done, total)
         return results
 
 

@@ -24,6 +24,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     GENERATED_METRICS,
+    PREFERENCE_ACCURACY,
     VALIDATION_LOSS,
     ValidationLaunch,
     ValidationMetric,
@@ -34,6 +35,7 @@ from ratchet.storage.records.evaluation import (
 from ratchet.storage.records.training import TrainReport
 
 EXACT, TOKEN_F1 = "exact_match", "token_f1"
+_LIKELIHOODS = {VALIDATION_LOSS, PREFERENCE_ACCURACY}
 _ANSWER_METRICS: tuple[str, ...] = ("token_f1",)
 
 
@@ -105,7 +107,7 @@ class _ValidationScoringSession:
         self.rows = rows.read(layout, Settings(), "validation", launch.job.rows)
         if not self.rows.ids:
             raise DataError(f"{layout.data}: found no validation rows; set prepare.split.validation above 0")
-        self.tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
+        self.tokenizer = base_model.load_project_tokenizer(layout, base)
         self._needs_answers = bool(GENERATED_METRICS & set(launch.job.metrics))
 
     def score_all(self, runs: Sequence[RunAdapter]) -> list[ValidationScores]:
@@ -151,7 +153,9 @@ class _ValidationScoringSession:
         identity = digests.hash_json([self.base.digest, run.adapter_digest])
         name = digests.hash_json([identity, numerics])[:32]
         store = ScoreStore(self.layout.scores / f"{name}.jsonl")
-        scorer = Scorer(model, self.tokenizer.pad_token_id, numerics["batch_rows"], store, lambda done, total: None)
+        scorer = Scorer(
+            model, self.tokenizer.pad_token_id, numerics["batch_rows"], store, lambda kind, done, total: None
+        )
         with storage_errors(self.layout.scores):
             values = self._score_rows(scorer)
         ids = self.rows.ids
@@ -184,8 +188,11 @@ class _ValidationScoringSession:
     def _score_rows(self, scorer: Scorer) -> dict[ValidationMetric, tuple[float, ...]]:
         """Return the score of each row, by metric."""
         metrics, scores = self.launch.job.metrics, dict[str, Sequence[float] | None]()
+        likelihoods = scorer.score_rows(self.rows.input_ids, self.rows.labels) if _LIKELIHOODS & set(metrics) else []
         if VALIDATION_LOSS in metrics:
-            scores[VALIDATION_LOSS] = [row.nll for row in scorer.score_rows(self.rows.input_ids, self.rows.labels)]
+            scores[VALIDATION_LOSS] = [row.nll for row in likelihoods]
+        if PREFERENCE_ACCURACY in metrics and self.rows.rejected is not None:
+            scores[PREFERENCE_ACCURACY] = scorer.score_preferences(self.rows.rejected, likelihoods)
         if self._needs_answers:
             settings = Evaluate(
                 max_new_tokens=self.launch.max_new_tokens, metrics=_ANSWER_METRICS if TOKEN_F1 in metrics else ()

@@ -18,6 +18,7 @@ from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.verification import parity, probe_inputs
 from ratchet.exporters.verification.parity import ModelRuntime, ReferenceOutputs, Score
 from ratchet.exporters.verification.probe_inputs import ProbeInputs
+from ratchet.models import oom
 from ratchet.models.runtimes import llama_server
 from ratchet.registry import model_store
 from ratchet.storage import digests
@@ -125,6 +126,18 @@ def convert_formats(
         path.parent.mkdir(exist_ok=True)
         notes = _write_gguf(verifier, merged, path, gguf_type)
         yield _verify_gguf(verifier, ExportedFormat("gguf", gguf_type, path), merged, notes, logits)
+    for int8_type in export.bitsandbytes.types:
+        from ratchet.exporters import int8
+
+        job = verifier.job
+        path = scratch / model_store.format_path("bitsandbytes", int8_type)
+        path.mkdir(parents=True)
+        int8.write_int8(merged, path, job.dtype, job.device, export.max_shard_size)
+        with int8.open_runtime(path, job.device, job.base.remote_code) as quantized:
+            probes = collect_probes(quantized, verifier.tokenizer, verifier.inputs.end_ids)
+            artifact = verifier.verify(quantized, ExportedFormat("bitsandbytes", int8_type, path), probes=probes)
+        oom.release_memory()
+        yield artifact
     for onnx_type in export.onnx.types:
         from ratchet.exporters import onnx
         from ratchet.models.runtimes import onnx as onnx_runtime

@@ -13,7 +13,7 @@ from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.merger import plan_merge
 from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
-from ratchet.models import base_model, loading, teacher_reference
+from ratchet.models import base_model, loading
 from ratchet.registry import pickle_scan
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests, files
@@ -22,6 +22,7 @@ from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import Progress
 from ratchet.storage.records.training import TrainReport
+from ratchet.training.run_spec import build_run_spec
 
 
 def require_exportable(model: Path, settings: Settings, root: Path) -> LlamaCppTools:
@@ -77,15 +78,7 @@ class ExportJob:
     @property
     def spec(self) -> RunSpec:
         """Spec of the run that trained the adapter."""
-        train, distillation_digest = teacher_reference.resolve_teacher(
-            self.settings.train, self.layout, self.card.digest
-        )
-        return RunSpec(
-            train=train,
-            data_digest=self.card.digest,
-            base_digest=self.base.digest,
-            distillation_digest=distillation_digest,
-        )
+        return build_run_spec(self.layout, self.settings)
 
     @property
     def merge_bases(self) -> tuple[MergeBase, ...]:
@@ -106,13 +99,12 @@ class ExportJob:
         return MergeRecipe(
             base=self.base_path, card=self.base, train=self.settings.train, adapters=(trained, *additional),
             modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
-            shard_bytes=export.max_shard_size,
+            shard_bytes=export.max_shard_size, method=export.merge_method, density=export.density,
         )  # fmt: skip
 
     def tokenizer(self) -> Any:
         """Load the tokenizer used in training."""
-        base = self.base
-        return base_model.load_tokenizer(self.base_path, self.layout.chat_template, base.added_tokens, base.remote_code)
+        return base_model.load_project_tokenizer(self.layout, self.base)
 
 
 def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> ExportJob:
@@ -147,6 +139,8 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
                 "the directory of a saved adapter, relative to the project"
             )
         pickle_scan.scan_directory(layout.root / entry.adapter)
+        if entry.prepared_data is not None:
+            _require_data_of_same_base(layout.root / entry.prepared_data, entry.prepared_data, base)
     for merge_base in job.merge_bases:
         plan_merge(job.recipe(merge_base))
     base_model.verify_files(base_path, base.files)
@@ -155,9 +149,26 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     return job
 
 
+def _require_data_of_same_base(folder: Path, name: str, base: BaseCard) -> None:
+    """Check the prepared data of another adapter, whose tokens must be those of this base."""
+    if not (folder / "card.json").is_file():
+        raise SettingsError(
+            f"export.additional_adapters: prepared_data: found no card.json in {name}; expected the directory "
+            "experiments/data of a project, relative to this one"
+        )
+    files.verify_sealed(folder, "data")
+    if (found := DatasetCard.load(folder / "card.json").base_digest) != base.digest:
+        raise SettingsError(
+            f"export.additional_adapters: prepared_data: {name} was prepared for base {found[:12]}, but this one has "
+            f"{base.digest[:12]}; name data of the same base"
+        )
+
+
 def _required_bytes(job: ExportJob) -> int:
     """Return the bytes of all files that exist on disk at the same time: every merged model, and every other format."""
     export = job.settings.export
     merged_bytes = [merger.merged_size_bytes(job.recipe(merge_base)) for merge_base in job.merge_bases]
     format_bytes: int = round(merged_bytes[-1] * 4 / job.dtype.itemsize)  # float32, the largest type of any format
-    return sum(merged_bytes) + format_bytes * (len(export.gguf.types) + len(export.onnx.types))
+    return sum(merged_bytes) + format_bytes * (
+        len(export.gguf.types) + len(export.onnx.types) + len(export.bitsandbytes.types)
+    )

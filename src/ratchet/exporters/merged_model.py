@@ -21,7 +21,7 @@ from ratchet.exporters.inputs import ExportJob
 from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.merger import MergeResult
 from ratchet.exporters.merge.recipe import MergeBase
-from ratchet.exporters.verification import layers, parity, probe_inputs, reference
+from ratchet.exporters.verification import layers, parity, probe_inputs, reference, retention
 from ratchet.exporters.verification.layers import ActivationRecording, check_merge
 from ratchet.exporters.verification.parity import Score, TorchRuntime, log_softmax, logits_at, measure_distance
 from ratchet.exporters.verification.probe_inputs import ProbeInputs
@@ -73,9 +73,12 @@ def make_merged_model(job: ExportJob, scratch: Path, score: Score) -> MergedMode
     for part in job.recipe("dequantized").adapters:
         key = digests.hash_tree(part.adapter, sorted(p.name for p in part.adapter.iterdir() if p.is_file()))
         weights[key] = weights.get(key, 0.0) + part.weight
+    export = job.settings.export
     merge = MergeReport(
-        adapters=weights, modules=job.settings.export.modules, changed=result.changed, streamed=result.is_streamed,
-        trials=tuple(trial for trial, _ in results.values()),
+        adapters=weights, modules=export.modules, changed=result.changed, streamed=result.is_streamed,
+        trials=tuple(trial for trial, _ in results.values()), method=export.merge_method,
+        density=None if export.merge_method == "linear" else export.density,
+        retention=retention.measure_retention(job, directory) if export.additional_adapters else (),
     )  # fmt: skip
     model, tokenizer = reopen_model(directory, job.dtype, job.device, job.base.remote_code)
     runtime, verifier = TorchRuntime(model, tokenizer), trained.verifier

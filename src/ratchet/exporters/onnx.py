@@ -114,7 +114,7 @@ def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress
         directory: config, weights of any type, and tokenizer, as in the export's `hf` directory.
         target: the directory to create. It may be incomplete after an error, so create it in a directory that is sealed
             later.
-        type: type of the weights: `fp32` or `int8`.
+        type: type of the weights: `fp32`, `fp16` or `int8`.
         progress: called during tracing, and with the bytes written and their total.
 
     Raises:
@@ -133,6 +133,8 @@ def write_onnx(directory: Path, target: Path, type: OnnxType, progress: Progress
     tensors = _clean_traced_graph(traced, OnnxWeightReader(directory, traced))
     if type == "int8":
         tensors = quantize_graph(traced.model, tensors)
+    elif type == "fp16":
+        tensors = store_as_float16(traced.model.graph, tensors)
     files.make_directory(target)
     write_graph(traced.model, sort_tensors(traced.model.graph, tensors), target, progress)
     for name in _COMPANION_FILES:
@@ -490,6 +492,42 @@ def sort_tensors(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxT
         for name in node.input:
             order.setdefault(name, len(order))
     return sorted((tensor for tensor in tensors if tensor.name in order), key=lambda tensor: order[tensor.name])
+
+
+# Weights in float16.
+
+
+def store_as_float16(graph: GraphProto, tensors: Iterable[OnnxTensor]) -> list[OnnxTensor]:
+    """Store the float32 matrices of a graph as float16, each with a Cast before its first reader.
+
+    The computation stays float32: activations of some families (Gemma, Qwen2) exceed the range of float16, and
+    onnxruntime has no float16 kernels for most operators on a CPU.
+
+    Returns:
+        The tensors that the graph then reads.
+    """
+    result: list[OnnxTensor] = []
+    casts: list[NodeProto] = []
+    for tensor in tensors:
+        if tensor.type != np.float32 or len(tensor.shape) < 2:
+            result.append(tensor)
+            continue
+        half = f"{tensor.name}.fp16"
+        casts.append(helper.make_node("Cast", [half], [tensor.name], f"cast_{tensor.name}", to=TensorProto.FLOAT))
+        result.append(OnnxTensor(half, tensor.shape, np.float16, partial(_read_as_float16, tensor)))
+    replace_nodes(graph, [*casts, *graph.node])
+    return result
+
+
+def _read_as_float16(tensor: OnnxTensor) -> NDArray[np.float16]:
+    """Round a matrix to float16. Raises BaseModelError if a value is too large."""
+    with np.errstate(over="ignore"):
+        values = tensor.values().astype(np.float16)
+    if not np.isfinite(values).all():
+        raise BaseModelError(
+            f"export.onnx.types: {tensor.name} has a weight above 65504, which float16 cannot represent; remove fp16"
+        )
+    return values
 
 
 # Quantizing the graph.

@@ -15,12 +15,14 @@ from peft.tuners.lora.layer import Embedding, LoraLayer, ParamWrapper
 from peft.utils import get_peft_model_state_dict
 from peft.utils.other import TrainableTokensWrapper
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.errors import DamagedFileError
+from ratchet.models.base_model import BASE_DIGEST, BaseReference
 from ratchet.models.device import Model
+from ratchet.models.safetensors_format import encode_header, view_bytes
 from ratchet.storage import files
 
 ADAPTER = "default"
@@ -147,11 +149,13 @@ def token_rows(model: Model) -> Iterator[tuple[str, list[int], Tensor]]:
 # Files.
 
 
-def save(model: Model, directory: Path, base_digest: str) -> None:
+def save(model: Model, directory: Path, base: BaseReference) -> None:
     """Save the adapter of a model, in training or loaded, in peft's format: a LoRA or DoRA that fits the base on disk.
 
     PiSSA becomes a LoRA of twice the rank. AdaLoRA becomes a LoRA with one rank per module, without the modules that
-    were pruned to rank 0. The same weights give the same bytes on every machine.
+    were pruned to rank 0. The same weights give the same bytes on every machine, and plain peft loads them with their
+    base: `AutoPeftModelForCausalLM.from_pretrained(directory)`, from the project's directory if the base is not on the
+    hub.
     """
     files.make_directory(directory)
     config: LoraConfig = model.peft_config[ADAPTER]
@@ -167,19 +171,31 @@ def save(model: Model, directory: Path, base_digest: str) -> None:
     module_names = (path for path, _ in model.get_base_model().named_modules() if "base_layer" not in path.split("."))
     matching = sorted(path for path in module_names if path.rsplit(".", 1)[-1] in last_parts)
     overrides["target_modules"] = sorted(last_parts) if matching == names else names
-    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(cpu_tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    files.write_json(directory / CONFIG, _config_document(config, overrides, base_digest))
+    _write_tensors(directory / WEIGHTS, tensors, {"format": "pt", BASE_DIGEST: base.digest})
+    files.write_json(directory / CONFIG, _config_document(config, overrides, base))
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file. The library's own writer puts several metadata in an order that changes from process to
+    process."""
+    entries = sorted(tensors.items(), key=lambda entry: (-entry[1].dtype.itemsize, entry[0]))
+    header = encode_header(((name, tensor.dtype, tensor.shape) for name, tensor in entries), metadata, sort_names=False)
+    files.write_blocks(path, [[header], *([view_bytes(tensor.detach().cpu())] for _, tensor in entries)])
 
 
 def read(directory: Path) -> dict[str, Tensor]:
     """Return the saved tensors by their peft names. Raises DamagedFileError if the file is missing or unreadable."""
+    return read_tensors(directory / WEIGHTS)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises DamagedFileError if it is missing, unreadable or empty."""
     try:
-        tensors: dict[str, Tensor] = load_file(directory / WEIGHTS)
+        tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{directory / WEIGHTS}: cannot be read ({error}); train again") from None
+        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
     if not tensors:
-        raise DamagedFileError(f"{directory / WEIGHTS}: the file contains no tensors; train again")
+        raise DamagedFileError(f"{path}: the file contains no tensors; train again")
     return tensors
 
 
@@ -231,12 +247,13 @@ def _fold_into_plain_lora(model: Model, config: LoraConfig) -> tuple[dict[str, T
     }
 
 
-def _config_document(config: LoraConfig, overrides: dict[str, Any], base_digest: str) -> dict[str, Any]:
+def _config_document(config: LoraConfig, overrides: dict[str, Any], base: BaseReference) -> dict[str, Any]:
     """Build adapter_config.json with only the entries of a plain LoRA."""
     plain = LoraConfig(
         task_type="CAUSAL_LM",
         inference_mode=True,
-        base_model_name_or_path=base_digest,
+        base_model_name_or_path=base.name,
+        revision=base.revision,
         lora_dropout=config.lora_dropout,
         fan_in_fan_out=config.fan_in_fan_out,
         use_dora=config.use_dora,

@@ -1,9 +1,9 @@
 """Adapters on a frozen base model, through peft: attach, train, save, load.
 
-Supports LoRA, rsLoRA, DoRA, PiSSA and AdaLoRA. Every saved adapter is a plain peft LoRA or DoRA.
+Supports LoRA, rsLoRA, DoRA, PiSSA and AdaLoRA. Initial weights that need more than the model are in initialization.py.
+Every saved adapter is a plain peft LoRA or DoRA.
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.models import adapter_format, model_spec, targets
+from ratchet.models import adapter_format, base_model, model_spec, targets
 from ratchet.models.adapter_format import (
     ADAPTER,
     adapted_layers,
@@ -36,11 +36,12 @@ from ratchet.models.adapter_format import (
 )
 from ratchet.models.device import Model
 from ratchet.models.model_spec import LayerSpec
+from ratchet.models.start_adapter import StartAdapter
 
 __all__ = [
     "attach", "enable_activation_checkpointing", "extra_tensors", "iterate_factors", "load", "orthogonality_penalty",
-    "pissa_offset", "restore_extra", "save", "swap", "token_rows", "trainable_parameters", "update_rank_allocation",
-    "uses_activation_checkpointing",
+    "pissa_offset", "restore_extra", "save", "start_from", "swap", "token_rows", "trainable_parameters",
+    "update_rank_allocation", "uses_activation_checkpointing",
 ]  # fmt: skip
 
 _TRAINABLE_NAME_PARTS = (
@@ -63,11 +64,13 @@ def attach(
 ) -> Model:  # fmt: skip
     """Attach a new adapter to `base`, initialized from `settings.seed`, and freeze all other parameters.
 
+    `loftq` and `eva` begin as `zero`; see initialization.py for the rest.
+
     Raises SettingsError if targets, ranks or tokens do not fit the model, or its layers do not support this adapter.
 
     Args:
         base: model without adapters, in 4 bits or not, on any device including meta; modified in place.
-        base_digest: digest of the base model, recorded in the saved adapter.
+        base_digest: digest of the base model.
         new_tokens: token ids whose rows of the embedding and the head are trained too.
         steps: optimizer steps of the training; AdaLoRA's schedule depends on it.
     """
@@ -79,6 +82,7 @@ def attach(
     torch.manual_seed(settings.seed)
     with suppress_peft_warnings():
         model = get_peft_model(base, config)
+    model.base_digest = base_digest
     # peft replaces some names in models whose experts transformers 5 fuses (Mixtral, Qwen-MoE).
     adapted, expected = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
     if mismatched := sorted(adapted ^ expected):
@@ -93,6 +97,8 @@ def attach(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     # peft initializes in the dtype of the base; initialize again in the dtype of the adapter.
+    if settings.initialization == "orthogonal":
+        _initialize_orthogonal(model, dtype)
     if settings.initialization == "pissa":
         _initialize_singular_vectors(model, dtype)
     if settings.adapter == "dora":
@@ -101,6 +107,36 @@ def attach(
         if _is_plain_lora(layer):
             layer.forward = MethodType(_fast_forward, layer)
     return model
+
+
+def start_from(model: Model, start: StartAdapter) -> None:
+    """Replace the weights of a new adapter by trained ones.
+
+    Raises:
+        SettingsError: the weights do not fit the adapter.
+        DamagedFileError: the weights cannot be read.
+    """
+    if start.is_checkpoint:
+        own = {name: parameter.detach() for name, parameter in trainable_parameters(model)}
+    else:
+        own = adapter_format.collect_tensors(model)
+    path = start.weights
+    saved = adapter_format.read_tensors(path)
+    if empty := next((name for name, tensor in saved.items() if not tensor.numel()), None):
+        raise SettingsError(
+            f"train.init_adapter: {path}: {empty} has no values; DeepSpeed ZeRO-3 saves an adapter like this unless "
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save is true; save it again with this setting"
+        )
+    for name in sorted(own.keys() | saved.keys()):
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (own, saved)]
+        if shapes[0] != shapes[1]:
+            raise SettingsError(
+                f"train.init_adapter: {path}: does not fit train.target_modules and the base: {name} has shape "
+                f"{shapes[1] or 'none'}, expected {shapes[0] or 'none'}; set the targets of that training, or "
+                "train.init_adapter: null"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
 
 
 def trainable_parameters(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -165,6 +201,7 @@ def load(base: Model, directory: Path) -> Model:
             raise BaseModelError(
                 f"{directory}: the adapter does not fit this base model: no matching tensor for {name}"
             )
+    model.base_digest = base_model.read_base_digest(directory)  # for `swap`
     return model.eval()
 
 
@@ -178,15 +215,10 @@ def swap(model: Model, directory: Path) -> Model:
         BaseModelError: the adapter belongs to another base (then `model` is unchanged), or does not fit this base.
         DamagedFileError: the adapter's files cannot be read.
     """
-    path = directory / adapter_format.CONFIG
-    try:
-        expected = str(json.loads(path.read_bytes())["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
-    current = model.peft_config[ADAPTER].base_model_name_or_path
+    expected, current = base_model.read_base_digest(directory), model.base_digest
     if current != expected:
         raise BaseModelError(
-            f"{directory}: the adapter belongs to base model {str(expected)[:12]}, but base model {str(current)[:12]} "
+            f"{directory}: the adapter belongs to base model {expected[:12]}, but base model {current[:12]} "
             "is loaded; load the adapter's own base"
         )
     adapter_format.read(directory)  # fail before anything is removed
@@ -228,6 +260,7 @@ def _lora_config(base: Model, chosen: Sequence[LayerSpec], settings: Train, step
         r=settings.rank,
         use_rslora=settings.use_rslora,
         use_dora=settings.adapter == "dora",
+        init_lora_weights="gaussian" if settings.initialization == "gaussian" else True,
         rank_pattern=adapter_format.exact_name_pattern(
             {name: rank for name, rank in ranks.items() if rank != settings.rank}
         ),
@@ -258,6 +291,23 @@ def suppress_peft_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`lora_bias=True` was passed but the targeted layer")
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part")
         yield
+
+
+def _initialize_orthogonal(model: Model, dtype: torch.dtype) -> None:
+    """Initialize A and B, with dtype `dtype`, by random matrices whose product is zero up to rounding, because they use
+    orthogonal directions of the rank.
+
+    These are the formulas of peft 0.21, whose own method converts the matrices to the dtype of the base's weight, even
+    if that is the integer type of 4-bit weights.
+    """
+    for _, layer in adapted_layers(model):
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        if a.is_meta:
+            continue
+        rank = len(a)
+        directions = torch.linalg.qr(torch.randn(rank, rank))[0]
+        a.data = (directions[0::2].T @ torch.randn(rank // 2, a.shape[1]) / 10).to(a.device, dtype)
+        b.data = (torch.randn(b.shape[0], rank // 2) @ directions[1::2] / 10).to(b.device, dtype)
 
 
 def _initialize_dora_magnitudes(model: Model, dtype: torch.dtype) -> None:

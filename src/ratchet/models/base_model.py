@@ -1,22 +1,28 @@
-"""Locates, downloads and verifies base models (a directory, a hub id or the built-in tiny model) and loads tokenizers.
+"""Locates and verifies base models (a directory, a hub id or the built-in tiny model) and loads tokenizers.
 
 Every base model is pinned by its content: the SHA-256 of each file. This module does not import torch.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ratchet.config.base import Base
 from ratchet.config.train import Train
-from ratchet.errors import BaseModelError, SettingsError, first_line
+from ratchet.errors import BaseModelError, DamagedFileError, HubError, SettingsError
+from ratchet.models import hub
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import count_bytes
 from ratchet.storage.records.base import BaseCard, StoredQuantization
 
 TINY = "tiny"
+
+BASE_DIGEST = "ratchet.base_digest"
+"""Key of the base's digest in the metadata of an adapter's weights."""
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,9 +41,6 @@ _PATTERNS = (
 )  # fmt: skip
 """Names of the files of a base model besides its weights. Other files (other formats, images) are neither downloaded
 nor hashed."""
-
-_IGNORED = ("consolidated*", "*/*.safetensors", "*/*.bin", "*/*.json", "*/*.model", "*/*.txt")
-"""Names of copies of the weights for other programs, and of files in subfolders; transformers reads neither."""
 
 _CODE = "*.py"
 """Pattern of code files, which are downloaded and hashed only if base.trust_remote_code is set."""
@@ -65,10 +68,17 @@ def fetch(layout: ProjectLayout, settings: Base) -> tuple[Path, str | None]:
             "needs base.revision: set a commit, or `main` to record its current commit"
         )
     patterns = _download_patterns(settings.trust_remote_code is not None)
-    path = download(settings.source, settings.revision, patterns)
+    path = _download(settings.source, settings.revision, patterns)
     if settings.convert_pickles and not list_weight_files(path):
-        path = download(settings.source, settings.revision, [*patterns, PICKLES, PICKLE_INDEX])
+        path = _download(settings.source, settings.revision, [*patterns, PICKLES, PICKLE_INDEX])
     return path, path.name  # the hub's cache names a snapshot's directory after its commit
+
+
+def _download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
+    try:
+        return hub.download(repository, revision, patterns)
+    except HubError as error:
+        raise BaseModelError(f"base.source: {error}, or set a local directory") from None
 
 
 def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bool] | None:
@@ -93,12 +103,50 @@ def locate(layout: ProjectLayout, card: BaseCard) -> Path:
         path = layout.tiny_model
     elif card.revision is not None:
         patterns = _download_patterns(card.remote_code)
-        return find_cached(card.source, card.revision, patterns) or download(card.source, card.revision, patterns)
+        return hub.find_cached(card.source, card.revision, patterns) or _download(card.source, card.revision, patterns)
     else:
         path = (layout.root / Path(card.source).expanduser()).resolve()
     if not path.is_dir():
         raise BaseModelError(f"{path}: the base model is missing; run `dvc repro base`")
     return path
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """The base of a saved adapter."""
+
+    digest: str
+    name: str | None = None
+    """Hub id, or directory relative to the project's; peft loads the base by it. None: unknown."""
+    revision: str | None = None
+    """Commit of the hub id."""
+
+
+def refer_to(card: BaseCard) -> BaseReference:
+    """Return the reference that adapters of this base contain. It names no directory of this machine, unless
+    params.yaml does."""
+    if card.revision is None and (card.source == TINY or card.converted):
+        root = Path()
+        return BaseReference(card.digest, ProjectLayout(root).tiny_model.relative_to(root).as_posix())
+    return BaseReference(card.digest, card.source, card.revision)
+
+
+def read_base_digest(adapter: Path) -> str:
+    """Return the digest of the base on which an adapter was trained. For an adapter that peft itself saved, return the
+    name of the base.
+
+    Raises DamagedFileError if a file is missing or unreadable.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = adapter / "adapter_config.json"
+    try:
+        name = json.loads(path.read_bytes())["base_model_name_or_path"]  # earlier versions wrote the digest there
+        path = adapter / "adapter_model.safetensors"
+        with safe_open(str(path), framework="np") as tensors:
+            return str((tensors.metadata() or {}).get(BASE_DIGEST, name))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DamagedFileError(f"{path}: cannot be read ({error}); train again") from None
 
 
 def _download_patterns(include_code: bool) -> list[str]:
@@ -107,7 +155,9 @@ def _download_patterns(include_code: bool) -> list[str]:
 
 def fingerprint(path: Path, include_code: bool = False) -> dict[str, str]:
     """Return the SHA-256 of every file of the model. Raises BaseModelError like `list_model_files`."""
-    return {name: digests.hash_file(path / name) for name in list_model_files(path, include_code)}
+    names = list_model_files(path, include_code)
+    with count_bytes("base model checked", sum((path / name).stat().st_size for name in names)) as add_bytes:
+        return {name: digests.hash_file(path / name, add_bytes) for name in names}
 
 
 def verify_files(path: Path, expected: dict[str, str]) -> None:
@@ -355,6 +405,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def load_project_tokenizer(layout: ProjectLayout, base: BaseCard) -> Any:
+    """Return the tokenizer of the project's base, with its chat template and added tokens. Raises like
+    `load_tokenizer`."""
+    return load_tokenizer(locate(layout, base), layout.chat_template, base.added_tokens, base.remote_code)
+
+
 def _compile_with_fixed_date(text: str, source: Path) -> None:
     """Compile a chat template with a fixed date; transformers caches the result and uses it for every rendering."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -366,67 +422,3 @@ def _compile_with_fixed_date(text: str, source: Path) -> None:
         location = f"{source}:{line}" if line else str(source)
         raise BaseModelError(f"{location}: the chat template is not valid Jinja ({error})") from None
     compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime
-
-
-# The hub.
-
-
-def download(repository: str, revision: str, patterns: Sequence[str]) -> Path:
-    """Download the matching files of a commit and return their directory; use the cache if the hub is unavailable.
-
-    Raises BaseModelError if neither the hub nor the cache has the commit. If the hub cannot be reached, the message
-    lists the cached models.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return _snapshot(repository, revision, patterns, local_only=False)
-    except Exception as error:  # the library raises a dozen unrelated types for network, name and permission
-        if cached := find_cached(repository, revision, patterns):
-            return cached
-        cause = (first_line(error) or type(error).__name__).split(". ")[0]
-        if isinstance(error, HfHubHTTPError) and error.response is not None:
-            problem = f"the hub answers: {cause}; check name, revision and HF_TOKEN"
-        elif isinstance(error, HFValidationError):
-            problem = f"not a valid hub id ({cause}); correct it"
-        else:
-            problem = f"the hub cannot be reached ({cause}); {_describe_cache()}; check the network"
-        raise BaseModelError(f"base.source: {repository} at {revision}: {problem}, or set a local directory") from None
-
-
-def find_cached(repository: str, revision: str, patterns: Sequence[str]) -> Path | None:
-    """Return the directory of a commit in the cache; None if a file is not cached."""
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return _snapshot(repository, revision, patterns, local_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-
-
-def _snapshot(repository: str, revision: str, patterns: Sequence[str], local_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    path = snapshot_download(
-        repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_IGNORED),
-        local_files_only=local_only,
-    )  # fmt: skip
-    return Path(path)
-
-
-def _describe_cache() -> str:
-    """List the models in the hub's cache with their commits."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        repositories = frozenset()
-    models = {
-        repository.repo_id: ", ".join(sorted(found.commit_hash[: digests.SHORT] for found in repository.revisions))
-        for repository in repositories
-        if repository.repo_type == "model"
-    }
-    listed = "; ".join(f"{name} ({commits})" for name, commits in sorted(models.items()))
-    return f"cached models: {listed}" if listed else f"no model is cached in {constants.HF_HUB_CACHE}"

@@ -266,21 +266,23 @@ class _SelectedPositionsHook:
 # (the idea of Liger's fused linear cross entropy, Hsu et al. 2024, arXiv 2410.10989, without its kernels).
 
 
-def _ignore_phase(_: str) -> AbstractContextManager[Any]:
+def ignore_phase(_: str) -> AbstractContextManager[Any]:
+    """Measure no phase."""
     return nullcontext()
 
 
 def compute_loss(
     model: Model,
     batch: SequenceBatch,
-    scale: float,
+    scale: float | None,
     teacher_targets: TeacherTargets | None = None,
-    phase: Phase = _ignore_phase,
+    phase: Phase = ignore_phase,
 ) -> "ChunkedLoss":
     """Run the forward pass of a micro-batch and return its loss; call `backward()` on it once.
 
     Args:
         scale: factor of the gradient, needed here because the forward pass already computes the gradient of the head.
+            None: no gradient is computed.
         teacher_targets: distillation targets, which add the second part of the loss (loss.py).
         phase: wraps `forward`, `loss` and `backward`.
     """
@@ -291,7 +293,7 @@ def forward_backward(
     model: Model,
     batch: SequenceBatch,
     scale: float,
-    phase: Phase = _ignore_phase,
+    phase: Phase = ignore_phase,
     teacher_targets: TeacherTargets | None = None,
 ) -> Tensor:
     """Run forward and backward pass of a micro-batch; return the sum of its losses in nats.
@@ -305,7 +307,7 @@ def forward_backward(
 
 def compute_nll(model: Model, batch: SequenceBatch) -> Tensor:
     """Return the sum of a micro-batch's negative log-likelihoods, without a gradient. Call this under torch.no_grad."""
-    return ChunkedLoss(model, batch, None, None, _ignore_phase).value
+    return ChunkedLoss(model, batch, None, None, ignore_phase).value
 
 
 class ChunkedLoss:
@@ -321,9 +323,13 @@ class ChunkedLoss:
         batch: SequenceBatch,
         scale: float | None,
         teacher_targets: TeacherTargets | None = None,
-        phase: Phase = _ignore_phase,
+        phase: Phase = ignore_phase,
+        counts_correct: bool = False,
     ) -> None:
         self.model, self.batch, self.phase, self.teacher_targets = model, batch, phase, teacher_targets
+        self._counts_correct = counts_correct
+        self.correct: Tensor | int = 0
+        """Number of targets that are the most likely token, if they are counted."""
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.body = find_body(self.base)
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
@@ -375,6 +381,9 @@ class ChunkedLoss:
         if self.teacher_targets is None:
             with self.phase("forward"):
                 nll = answer_nll(self.model, batch.input_ids, batch.labels, batch.position_ids).sum()
+                if self._counts_correct:
+                    logits = compute_all_logits(self.model, batch).flatten(0, 1)[self.positions]
+                    self.correct = (logits.argmax(-1) == self.targets).sum()
             self.value = nll.detach().double()
             if scale is not None:
                 self._backward = (nll * scale).backward
@@ -430,6 +439,8 @@ class ChunkedLoss:
                 with torch.no_grad():
                     logit_gradient = functional.log_softmax(logits[0].float(), dim=-1)
                     self._add_nll(start, -logit_gradient.gather(1, targets.unsqueeze(1)).squeeze(1))
+                    if self._counts_correct:
+                        self.correct += (logit_gradient.argmax(-1) == targets).sum()
                     if factor is not None:  # in place, so that a chunk needs only one tensor of this size
                         logit_gradient.exp_()[torch.arange(len(targets), device=targets.device), targets] -= 1
             if factor is not None:

@@ -26,6 +26,7 @@ from ratchet.models.chunked_loss import SelectedPositionsPass
 from ratchet.models.device import Model
 from ratchet.models.loss import pad_rows
 from ratchet.storage import digests
+from ratchet.storage.progress import report_progress
 
 MIN_SHARED_PREFIX_TOKENS = 16
 """Minimum length of a prefix common to all texts for which a separate pass is worth its cost."""
@@ -513,4 +514,5 @@ def score_pairs(
         results = cached(key, partial(score_batches, batches, indices))
         for index, (nats, is_greedy) in zip(indices, results, strict=True):
             scores[index] = ContinuationScore(nats, is_greedy)
+        report_progress("texts scored", len(scores), len(texts))
     return [scores[index] for index in range(len(texts))]

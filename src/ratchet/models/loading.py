@@ -18,6 +18,7 @@ from ratchet.models import base_model, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
 from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
+from ratchet.storage.progress import report_step
 from ratchet.storage.records.base import BaseCard
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 disable_progress_bar()
 
 
+@report_step("loading the model")
 def load(
     path: Path, card: BaseCard | None, settings: Train, device: torch.device, storage_device: torch.device | None = None
 ) -> Model:

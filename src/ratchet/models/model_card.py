@@ -1,4 +1,4 @@
-"""Renders model cards: the README.md of an adapter and of an exported model.
+"""Renders model cards: the README.md of an adapter, of an exported model, and of either on the hub.
 
 The front matter is in the format of the Hugging Face hub
 (https://huggingface.co/docs/hub/model-cards#model-card-metadata). Equal inputs give equal bytes: a card contains no
@@ -8,6 +8,7 @@ local paths, no times, and nothing else that differs between repetitions.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,42 @@ _METHODS = {
     "dora": "DoRA: directions by LoRA, and magnitudes (Liu et al. 2024)",
     "adalora": "AdaLoRA: ranks allocated by importance (Zhang et al. 2023)",
 }
+_INITIALIZATIONS = {
+    "gaussian": "A normal, B zero",
+    "orthogonal": "random matrices whose product is zero",
+    "eva": "A from principal components of the layers' inputs, EVA (Paischer et al. 2024)",
+    "loftq": "best approximation of the error of the 4-bit weights, LoftQ (Li et al. 2023)",
+    "pissa": "principal singular vectors of the weights, PiSSA (Meng et al. 2024); saved at twice the rank",
+}
 _MAX_LISTED = 12
 """Maximum number of modules or tokens that a card lists by name; for the others it gives their number."""
 
 
+@dataclass(frozen=True)
+class Publication:
+    """Additional contents of the card of a published model."""
+
+    name: str
+    """Name in the index of results."""
+    results: tuple["EvalResult", ...] = ()
+    library: str | None = None
+    """Library that loads a merged model; None: several can."""
+    licence: str | None = None
+    """Licence of the model; None: that of the base."""
+    languages: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    """Hub ids."""
+    notices: tuple[str, ...] = ()
+    """Paragraphs below the title."""
+    usage: tuple[str, ...] = ()
+    """Lines of the section about the use of the model."""
+
+
 def render_for_adapter(
-    base: BaseCard, train: Train, report: TrainReport, analysis: AdapterAnalysis | None = None
-) -> str:
-    """Render the card of a trained adapter, which is in the directory `adapter` next to the card."""
+    base: BaseCard, train: Train, report: TrainReport, analysis: AdapterAnalysis | None = None,
+    publication: Publication | None = None,
+) -> str:  # fmt: skip
+    """Render the card of a trained adapter, which is in the directory `adapter` next to the card or on the hub."""
     tags = [train.adapter, *(["qlora"] if train.quantization != "none" else [])]
     tables = {
         "The adapter": _adapter_rows(train, report),
@@ -39,13 +68,15 @@ def render_for_adapter(
         "Training": _training_rows(train, report),
     }
     title = f"An adapter for {_base_display_name(base).replace('The ', 'the ', 1)}"
-    sections = [*_training_effects(analysis), *_adapter_usage(base, train)]
-    return _render(format_front_matter(base, "adapter", tags, "peft"), title, tables, sections)
+    front_matter = format_front_matter(base, "adapter", tags, "peft", publication)
+    usage = publication.usage if publication is not None else _adapter_usage(base, train)
+    return _render(front_matter, title, tables, [*_training_effects(analysis), *usage], publication)
 
 
 def render_for_model(
-    base: BaseCard, train: Train, report: TrainReport, export: Export, analysis: AdapterAnalysis | None = None
-) -> str:
+    base: BaseCard, train: Train, report: TrainReport, export: Export, analysis: AdapterAnalysis | None = None,
+    publication: Publication | None = None,
+) -> str:  # fmt: skip
     """Render the card of a merged model."""
     is_unquantized = train.quantization == "none" and base.quantization is None
     merged_into = "base" if is_unquantized else f"{export.merge_base} base"
@@ -53,27 +84,34 @@ def render_for_model(
         "Weights": f"{export.dtype}, the adapter merged into the {merged_into}; sums in float32",
         "Adapter, SHA-256": f"`{report.adapter_digest}`",
     }
+    library = publication.library if publication is not None else "transformers"
     return _render(
-        format_front_matter(base, "finetune", [train.adapter], "transformers"),
+        format_front_matter(base, "finetune", [train.adapter], library, publication),
         f"{_base_display_name(base)}, fine-tuned",
         {
             "The model": model_rows, "The adapter": _adapter_rows(train, report),
             "The base": _base_rows(base, train, report), "Training": _training_rows(train, report),
         },
-        [*_training_effects(analysis), *_MODEL_USAGE],
+        [*_training_effects(analysis), *(publication.usage if publication is not None else _MODEL_USAGE)],
+        publication,
     )  # fmt: skip
 
 
-def _render(front_matter: str, title: str, tables: Mapping[str, Mapping[str, str]], sections: Sequence[str]) -> str:
+def _render(
+    front_matter: str, title: str, tables: Mapping[str, Mapping[str, str]], sections: Sequence[str],
+    publication: Publication | None,
+) -> str:  # fmt: skip
     lines = [front_matter, f"# {title}", ""]
+    for notice in publication.notices if publication is not None else ():
+        lines += [notice, ""]
     for heading, rows in tables.items():
         lines += [f"## {heading}", "", "| | |", "|---|---|", *(f"| {key} | {rows[key]} |" for key in rows), ""]
     return "\n".join([*lines, *sections]).rstrip() + "\n"
 
 
 def format_front_matter(
-    base: BaseCard | None, relation: str, tags: Sequence[str], library: str | None = None, name: str = "",
-    results: Sequence["EvalResult"] = (),
+    base: BaseCard | None, relation: str, tags: Sequence[str], library: str | None = None,
+    publication: Publication | None = None,
 ) -> str:  # fmt: skip
     """Return the hub's metadata as YAML between two lines of dashes.
 
@@ -81,17 +119,19 @@ def format_front_matter(
         base: the base; its address is given if it is on the hub.
         relation: relation to the base: `adapter` or `finetune`.
         library: library that loads the model; None: several can.
-        name: name of the model in the index of results; needed if there are results.
+        publication: further metadata.
     """
     from huggingface_hub import ModelCardData  # takes 0.2 s that other commands save
 
     has_address = base is not None and base.revision is not None
-    licence, other = _license_fields(base.licence if base is not None else None)
+    more = publication or Publication("")
+    licence, other = _license_fields(more.licence or (base.licence if base is not None else None))
     data = ModelCardData(
         library_name=library, pipeline_tag="text-generation", license=licence, license_name=other,
         base_model=base.source if base is not None and has_address else None,
         base_model_relation=relation if has_address else None,
-        tags=[*tags, "ratchet"], model_name=name or None, eval_results=list(results) or None,
+        language=list(more.languages) or None, datasets=list(more.datasets) or None,
+        tags=[*tags, "ratchet"], model_name=more.name or None, eval_results=list(more.results) or None,
     )  # fmt: skip
     return f"---\n{data.to_yaml()}\n---\n"
 
@@ -145,10 +185,10 @@ def _adapter_rows(train: Train, report: TrainReport) -> dict[str, str]:
     if train.adapter == "adalora":
         rows["Rank"] = f"{train.rank} at first, {train.adalora.target_rank} on average at the end"
     rows["Alpha"] = f"{train.alpha:g}{_format_pattern(train.alpha_pattern)}; updates are multiplied by {scale}"
-    if train.initialization == "pissa":
-        rows["Initialized as"] = (
-            "principal singular vectors of the weights, PiSSA (Meng et al. 2024); saved at twice the rank"
-        )
+    if description := _INITIALIZATIONS.get(train.initialization):
+        rows["Initialized as"] = description
+    if train.init_adapter is not None:
+        rows["Started from"] = f"trained weights, `{train.init_adapter}`"
     targets = [train.target_modules] if isinstance(train.target_modules, str) else train.target_modules
     rows["Targets"] = ", ".join(f"`{target}`" for target in targets)
     share = report.trainable_parameters / report.total_parameters
@@ -161,12 +201,18 @@ def _format_pattern(pattern: Mapping[str, float]) -> str:
     return "".join(f"; {key}: {value:g}" for key, value in sorted(pattern.items()))
 
 
+def _describe_schedule(train: Train) -> str:
+    floor = train.final_learning_rate_share
+    end = f" to {floor:g} of it" if floor and train.schedule != "constant" else ""
+    warmup = f"{train.warmup_ratio:g} of the" if train.warmup_steps is None else f"{train.warmup_steps:,}"
+    return f"{train.schedule}{end}, after a warm-up of {warmup} steps"
+
+
 def _training_rows(train: Train, report: TrainReport) -> dict[str, str]:
     rows = {
         "Steps": f"{report.steps:,} of {report.planned_steps:,}; the weights are those of step {report.kept_step:,}",
         "Rows per step": f"{train.batch_size:,}",
-        "Learning rate": f"{train.learning_rate:g}, {train.schedule}, after a warm-up of {train.warmup_ratio:g} of the "
-        "steps",
+        "Learning rate": f"{train.learning_rate:g}, {_describe_schedule(train)}",
         "Optimizer": f"{train.optimizer}, weight decay {train.weight_decay:g}",
         "Tokens": f"{report.trained_tokens:,} trained, {report.input_tokens:,} read",
     }

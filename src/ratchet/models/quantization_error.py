@@ -18,6 +18,7 @@ from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.models import oom, weights
 from ratchet.models.device import Model
 from ratchet.models.memory import parameters
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.training import LayerQuantizationCost, QuantizationCost
 
 FULL = "full"
@@ -115,7 +116,7 @@ def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _Diverge
     """Compare two models' next-token distributions, row by row, at the positions that predict an answer token."""
     sums = _DivergenceSums()
     with torch.no_grad():
-        for input_ids, labels in rows:
+        for number, (input_ids, labels) in enumerate(rows, start=1):
             targets = torch.tensor(labels, device=full.device)[1:]
             positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
             ids = torch.tensor([list(input_ids)], device=full.device)
@@ -123,6 +124,7 @@ def _sum_divergences(full: Model, model: Model, rows: Sequence[Row]) -> _Diverge
             logits = reference if model is full else _row_logits(model, ids, positions)
             for chunk in torch.arange(len(positions), device=full.device).split(CHUNK_POSITIONS):
                 _add_positions(sums, reference[chunk], logits[chunk], targets[positions[chunk]])
+            report_progress("rows compared", number, len(rows))
     return sums
 
 

@@ -86,6 +86,8 @@ class RecommendationInputs:
     device: Device
     spec: ModelSpec | None
     data: DatasetCard | None
+    base_loss: float | None = None
+    """Loss of the base on validation rows, in nats per answer token."""
 
     @property
     def rows(self) -> LengthDistribution | None:
@@ -188,15 +190,21 @@ def limit_rank_to_matrix(facts: RecommendationInputs) -> RecommendedChange | Non
 
 
 def recommend_rank_for_data(facts: RecommendationInputs) -> RecommendedChange | None:
-    """Recommend at least as many trainable parameters as trained tokens."""
+    """Recommend at least as many trainable parameters as trained tokens, or fewer if the base predicts them well.
+
+    The limit is the information to be learned. The source estimates it as one bit per token; a base with a lower loss
+    leaves less. A higher loss of a base that does not know the format of the answers says little, because it falls
+    within the first steps.
+    """
     train, rows = facts.settings.train, facts.rows
     if facts.spec is None or rows is None or train.adapter == "adalora":
         return None
     parameters = storage.count_trainable_parameters(facts.spec, train)
-    if parameters >= rows.trained:
+    bits = rows.trained * min(1.0, (math.inf if facts.base_loss is None else facts.base_loss) / math.log(2))
+    if parameters >= bits:
         return None
     side = min(min(layer.inputs, layer.outputs) for layer in facts.spec.layers if layer.role in ("attention", "mlp"))
-    needed = train.rank * 2 ** math.ceil(math.log2(rows.trained / parameters))
+    needed = train.rank * 2 ** math.ceil(math.log2(bits / parameters))
     rank = min(needed, MAX_RANK, 2 ** int(math.log2(side)))
     if rank <= train.rank:
         return None
@@ -204,6 +212,8 @@ def recommend_rank_for_data(facts: RecommendationInputs) -> RecommendedChange | 
         f"{parameters:,} parameters learn from {rows.trained:,} answer tokens: an adapter with fewer parameters than "
         "tokens lacks capacity, and learns less than full fine-tuning"
     )
+    if facts.base_loss is not None:
+        reason += f" (the base has a loss of {facts.base_loss:.3g} nats per token: about {bits:,.0f} bits to learn)"
     return _change_rank(facts, rank, reason, f"{LORA_WITHOUT_REGRET}; {TINKER_PRIMER}")
 
 
@@ -294,7 +304,7 @@ def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | Non
 def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
     """Recommend more epochs for little data, and fewer epochs if the last ones teach little."""
     train, steps = facts.settings.train, _count_steps(facts)
-    if train.epochs > MAX_EPOCHS and not train.early_stopping.patience:
+    if train.epochs > MAX_EPOCHS and not train.early_stopping.is_active:
         reason = f"{train.epochs:g} epochs teach little after the first 4, and early stopping is off"
         return RecommendedChange({"train.epochs": USEFUL_EPOCHS}, reason, f"{REPEATED_DATA_PAPER} (of pre-training)")
     if steps is None or steps >= MIN_STEPS or train.epochs >= USEFUL_EPOCHS:

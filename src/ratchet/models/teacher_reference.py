@@ -1,6 +1,5 @@
 """Locates the teacher of a distillation and identifies it by its content. This module does not import torch."""
 
-from functools import lru_cache
 from pathlib import Path
 
 from ratchet.config.train import Train
@@ -12,9 +11,6 @@ from ratchet.storage.records.data import DISTILLATION_CARD, RERUN_HINT, Distilla
 
 KEY = "train.distill.teacher"
 """Key path of the setting, for messages."""
-
-Stamp = tuple[str, int, int, int]
-"""Name, size, modification time (ns) and inode of a file."""
 
 
 def teacher_directory(layout: ProjectLayout, train: Train) -> Path:
@@ -33,15 +29,7 @@ def digest_files(path: Path) -> dict[str, str]:
 
     Raises BaseModelError if config, weights or tokenizer are missing.
     """
-    stats = [(name, (path / name).stat()) for name in base_model.list_model_files(path)]
-    stamps = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-    return dict(_digest_unchanged_files(path, stamps))
-
-
-@lru_cache(maxsize=4)
-def _digest_unchanged_files(path: Path, stamps: tuple[Stamp, ...]) -> tuple[tuple[str, str], ...]:
-    """Hash the files once per process while their stamps are unchanged, because a sweep needs them for every trial."""
-    return tuple((name, digests.hash_file(path / name)) for name, *_ in stamps)
+    return digests.hash_unchanged_files(path, base_model.list_model_files(path))
 
 
 def require_files(path: Path, expected: dict[str, str]) -> None:

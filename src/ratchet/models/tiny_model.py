@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ratchet.config.base import TinyModelSettings
+from ratchet.storage.progress import report_progress
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -203,8 +204,9 @@ def _pretrain(
         adamw.param_groups[0]["lr"] = 0.4 * rate
         adamw.step()
         model.zero_grad()
-        if step % 50 == 0 or step + 1 == settings.steps:
-            progress(f"pre-training: step {step + 1}/{settings.steps}, loss {loss.item():.3f}")
+        report_progress("pre-training", step + 1, settings.steps)
+        if step + 1 == settings.steps:
+            progress(f"pre-training: {settings.steps} steps, loss {loss.item():.3f}")
     model.eval()
 
 

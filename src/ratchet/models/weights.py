@@ -30,6 +30,7 @@ from ratchet.errors import BaseModelError
 from ratchet.models import adapter_format, base_model
 from ratchet.models.device import Model
 from ratchet.models.model_spec import ModelSpec
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.base import StoredQuantization
 
 TRANSPOSED = (Conv1D, nn.Embedding)
@@ -147,7 +148,9 @@ def require_finite(path: Path) -> None:
 
     Raises BaseModelError if a number is NaN or infinite.
     """
-    for name, stored in WeightReader(path).tensors().items():
+    tensors = WeightReader(path).tensors()
+    for number, (name, stored) in enumerate(tensors.items(), start=1):
+        report_progress("tensors checked for NaN", number, len(tensors))
         tensor = stored[...]
         if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
             raise BaseModelError(f"{path}: {name} holds NaN or infinite numbers; restore the original weights")
@@ -290,6 +293,7 @@ def convert_pickles(directory: Path, target: Path, tied: Collection[str] = (), i
         weight_map |= dict.fromkeys(tensors, file_name)
         size_bytes += sum(tensor.nbytes for tensor in tensors.values())
         del tensors
+        report_progress("pickles converted", number, len(pickles))
     if len(pickles) > 1:
         index = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (target / base_model.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -146,7 +146,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         model_formats=settings.evaluate.formats,
         earlier_decisions=tuple(
             use.decision
-            for use in read_test_set_uses(layout.test_set_uses)
+            for use in read_test_set_uses(layout)
             if (use.test_set_digest, use.model) == (report.test_set_digest, report.adapter_digest)
             and use.decision
             and use.rules != rules
@@ -433,25 +433,45 @@ def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
 
 
 def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
+    """Add the use to the file, and uses by experiments that the file lacks. All experiments share the lock."""
+
     def key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
         return use.test_set_digest, use.model, use.rules, use.decision
 
-    with FileLock(layout.stage_lock("test_set_uses"), f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
-        uses = read_test_set_uses(layout.test_set_uses)
-        if any(key(earlier) == key(use) for earlier in uses):
-            return
-        rows = (earlier.model_dump(mode="json", exclude={"format"}, exclude_none=True) for earlier in (*uses, use))
-        files.write_atomic(layout.test_set_uses, "".join(map(base.to_json_line, rows)))
+    def add(path: Path, new: Sequence[TestSetUse]) -> None:
+        known = _read_uses(path)
+        known_keys = set(map(key, known))
+        missing = {key(entry): entry for entry in new if key(entry) not in known_keys}
+        if missing:
+            rows = (
+                entry.model_dump(mode="json", exclude={"format"}, exclude_none=True)
+                for entry in (*known, *missing.values())
+            )
+            files.write_atomic(path, "".join(map(base.to_json_line, rows)))
+
+    with FileLock(layout.test_set_uses_lock, f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
+        add(layout.test_set_uses, [*_read_uses(layout.experiment_uses), use])
+        if layout.is_temporary:
+            add(layout.experiment_uses, [use])
 
 
 def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
     """Count the different models evaluated on this test set; `model` counts even if its use is not recorded."""
-    uses = read_test_set_uses(layout.test_set_uses)
+    uses = read_test_set_uses(layout)
     return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
 
 
-def read_test_set_uses(path: Path) -> list[TestSetUse]:
-    """Read all uses, oldest first; empty without a file. Raises DamagedFileError with the number of an invalid line."""
+def read_test_set_uses(layout: ProjectLayout) -> list[TestSetUse]:
+    """Read all uses, those by experiments in temporary workspaces included.
+
+    Raises DamagedFileError with the number of an invalid line.
+    """
+    uses = _read_uses(layout.test_set_uses)
+    return [*uses, *(use for use in _read_uses(layout.experiment_uses) if use not in uses)]
+
+
+def _read_uses(path: Path) -> list[TestSetUse]:
+    """Read the uses in a file, oldest first; empty without a file."""
     if not path.exists():
         return []
     uses = []

@@ -9,12 +9,12 @@ import getpass
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.storage import digests, files, html
-from ratchet.storage.records.gate import ChampionFile, Promotion
+from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion
 
 ACTOR_VARIABLE = "RATCHET_ACTOR"
 """Environment variable with the name of the person or service that promotes."""
@@ -55,6 +55,19 @@ def normalize_reason(text: str | None) -> str | None:
     return reason
 
 
+def check_forced_reason(is_forced: bool, text: str | None) -> str | None:
+    """Return the reason of a forced action as one line; None if it is not forced.
+
+    Raises SettingsError unless force and a valid reason are given together.
+    """
+    reason = normalize_reason(text)
+    if is_forced and reason is None:
+        raise SettingsError("--force needs a reason: add --reason TEXT")
+    if reason is not None and not is_forced:
+        raise SettingsError("--reason is only used with --force: give both or neither")
+    return reason
+
+
 def _clean_line(text: str) -> str:
     """Convert a text to one line without characters that terminals or HTML pages interpret."""
     return html.escape_invisible(" ".join(text.split()))
@@ -64,16 +77,32 @@ def read_entries(path: Path) -> list[Promotion]:
     """Read all entries, oldest first. Raises DamagedFileError with the line that breaks the chain."""
     if not path.exists():
         return []
+    return parse_lines(path.read_bytes().splitlines(keepends=True), str(path))
+
+
+def parse_lines(lines: Iterable[bytes], where: str, is_whole: bool = True, advice: str = _RESTORE) -> list[Promotion]:
+    """Parse lines of a ledger and check their chain.
+
+    Args:
+        lines: the lines, oldest first, each with its line break.
+        where: the file, or the server, for messages.
+        is_whole: whether the first line must be the first of the chain; a server may have only the newer part.
+        advice: what to do about a broken chain.
+
+    Raises:
+        DamagedFileError: a line breaks the chain; the message has its number.
+    """
     entries: list[Promotion] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             entry = Promotion.model_validate(json.loads(line))
         except ValueError as error:
             reason = " ".join(str(error).splitlines()[:2])
-            raise DamagedFileError(f"{path}:{number}: not an entry of the ledger ({reason}); {_RESTORE}") from None
-        digest, expected = entry_digest(entry), entries[-1].digest if entries else None
+            raise DamagedFileError(f"{where}:{number}: not an entry of the ledger ({reason}); {advice}") from None
+        digest = entry_digest(entry)
+        expected = entries[-1].digest if entries else None if is_whole else entry.previous
         problem = None
-        if _encode_entry(entry) != line:
+        if encode_entry(entry) != line:
             problem = "not in the ledger's JSON layout, so it was edited"
         elif entry.digest != digest:
             problem = f"changed: its content has digest {digest[:12]}, but it names {entry.digest[:12] or 'none'}"
@@ -83,7 +112,7 @@ def read_entries(path: Path) -> list[Promotion]:
         elif any(entry.id == other.id for other in entries):
             problem = f"event {entry.id} is in the ledger twice"
         if problem is not None:
-            raise DamagedFileError(f"{path}:{number}: {problem}; {_RESTORE}")
+            raise DamagedFileError(f"{where}:{number}: {problem}; {advice}")
         entries.append(entry)
     return entries
 
@@ -98,12 +127,78 @@ def append_entry(path: Path, entry: Promotion) -> Promotion:
         DamagedFileError: the chain is broken; nothing is appended.
     """
     entries = read_entries(path)
+    chained = chain_entry(entries, entry)
+    if chained not in entries:
+        files.write_atomic(path, b"".join(map(encode_entry, (*entries, chained))))
+    return chained
+
+
+def chain_entry(entries: Sequence[Promotion], entry: Promotion) -> Promotion:
+    """Return the entry with its digests, as the next of these entries; or the existing entry with its id."""
     if existing := next((e for e in entries if e.id == entry.id), None):
         return existing
     chained = entry.model_copy(update={"previous": entries[-1].digest if entries else None, "digest": ""})
-    chained = chained.model_copy(update={"digest": entry_digest(chained)})
-    files.write_atomic(path, (path.read_bytes() if entries else b"") + _encode_entry(chained))
-    return chained
+    return chained.model_copy(update={"digest": entry_digest(chained)})
+
+
+def find_missing(path: Path, entries: Sequence[Promotion], shared: Sequence[Promotion], server: str) -> list[Promotion]:
+    """Return the entries of a shared ledger that a project's own ledger lacks.
+
+    The shared ledger begins with the first promotion on the server, which may follow earlier entries of the project.
+
+    Raises:
+        DamagedFileError: neither ledger is the continuation of the other; the message names the first difference.
+    """
+    if not shared:
+        return []
+    numbers = {entry.digest: number for number, entry in enumerate(entries)}
+    start = numbers.get(shared[0].digest)
+    if start is None:
+        if (entries[-1].digest if entries else None) == shared[0].previous:
+            return list(shared)
+        raise DamagedFileError(
+            f"{path}: the first promotion on {server} ({_describe_entry(shared[0])}) does not follow this ledger; "
+            "pull the commit with the earlier promotions, or choose another promote.model_name for this project"
+        )
+    own = entries[start:]
+    for number, (one, other) in enumerate(zip(own, shared, strict=False), start=start + 1):
+        if one.digest != other.digest:
+            raise DamagedFileError(
+                f"{path}:{number}: has {_describe_entry(one)}, but {server} has {_describe_entry(other)}; {_RESTORE}"
+            )
+    if len(own) > len(shared):
+        extra = _describe_entry(own[len(shared)])
+        raise DamagedFileError(f"{path}:{start + len(shared) + 1}: has {extra}, which is not on {server}; {_RESTORE}")
+    return list(shared[len(own) :])
+
+
+def _describe_entry(entry: Promotion) -> str:
+    return f"{entry.action} of version {entry.version} by {entry.actor} on {entry.time}"
+
+
+def write_entries(path: Path, entries: Iterable[Promotion]) -> None:
+    """Replace the ledger by these entries, whose chain is known to be intact."""
+    files.write_atomic(path, b"".join(map(encode_entry, entries)))
+
+
+def champion_of(entry: Promotion, entries: Sequence[Promotion]) -> Champion:
+    """Return the champion that an entry made. A rollback restores the mark of a forced promotion.
+
+    Args:
+        entry: an entry of the ledger.
+        entries: all entries up to this one.
+    """
+    promoted = [e for e in entries if e.action == "promote" and e.model_digest == entry.model_digest]
+    origin = entry if entry.action == "promote" else (promoted[-1] if promoted else entry)
+    forced = (
+        ForcedPromotion(actor=origin.actor, reason=origin.reason or "", decision=origin.decision or "HOLD")
+        if origin.forced and origin.action == "promote"
+        else None
+    )
+    return Champion(
+        version=entry.version, model_digest=entry.model_digest, adapter_digest=entry.adapter_digest,
+        run_id=entry.run_id, forced=forced,
+    )  # fmt: skip
 
 
 def entry_digest(entry: Promotion) -> str:
@@ -147,7 +242,8 @@ def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile)
         )
 
 
-def _encode_entry(entry: Promotion) -> bytes:
+def encode_entry(entry: Promotion) -> bytes:
+    """Encode an entry as a line of the ledger."""
     return (digests.canonical_json(entry.model_dump(mode="json")) + "\n").encode()
 
 

@@ -1,6 +1,7 @@
 """Stores and verifies promoted models: signed and sealed folders with the export, its adapter and its reports.
 
-    hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
+    hf/  gguf/  bitsandbytes/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]
+    MLmodel ...  model.sig
 
 The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to a folder before the
 promotion, so the folder can be written early. A folder contains no row of the data; the gate's page, which shows rows,
@@ -9,7 +10,7 @@ is stored separately (`ProjectLayout.evidence`).
 The formats and reports of an export or a promoted model must have the digests in its bundle.json (`require_match`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ratchet.registry.signature import SIGNATURE, Signer, sign_folder, verify_fo
 from ratchet.storage import digests, files
 from ratchet.storage.files import Manifest
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import count_bytes
 from ratchet.storage.records.export import ExportArtifact, FormatKind, ModelBundle
 from ratchet.storage.records.gate import Champion, ForcedPromotion
 
@@ -31,9 +33,6 @@ SBOM = "sbom.json"
 _EVALUATION, _VERDICT = "eval.json", "verdict.json"
 FORCED = "forced.json"
 """File with the actor and the reason of a forced promotion; the folders of other promotions lack this file."""
-
-BLOCK_BYTES = 8 * 2**20
-"""Number of bytes that are copied at once."""
 
 Content = Path | bytes
 """Content of a file: a file to copy, or bytes."""
@@ -79,12 +78,12 @@ def store_model(
             if is_same and verify_folder(folder, keys.read_keyring(layout.keyring), stored).state == "trusted":
                 return
     sizes = (content.stat().st_size if isinstance(content, Path) else len(content) for content in contents.values())
-    files.require_space(layout.mlruns, sum(sizes))
-    with files.sealed_directory(folder, KIND) as scratch:
+    files.require_space(layout.mlruns, size_bytes := sum(sizes))
+    with files.sealed_directory(folder, KIND) as scratch, count_bytes("model copied", size_bytes) as add_bytes:
         for file, content in contents.items():
             files.make_directory((scratch / file).parent)
-            if isinstance(content, Path):
-                files.write_blocks(scratch / file, _read_blocks(content))
+            if isinstance(content, Path):  # a link instead would let a later stage change the promoted model
+                files.write_blocks(scratch / file, files.read_blocks(content, add_bytes))
             else:
                 files.write_atomic(scratch / file, content)
         sign_folder(scratch, signer)
@@ -127,13 +126,6 @@ def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
 def gate_page_path(layout: ProjectLayout, model_digest: str) -> Path:
     """Return the path of the stored gate page of a promoted model."""
     return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
-
-
-def _read_blocks(path: Path) -> Iterator[list[bytes]]:
-    """Read a file in blocks for a copy. A link instead would let a later stage change the promoted model."""
-    with path.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            yield [block]
 
 
 def verify_version(layout: ProjectLayout, champion: Champion) -> Path:

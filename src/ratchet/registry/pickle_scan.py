@@ -24,6 +24,7 @@ from picklescan.relaxed_zipfile import RelaxedZipFile
 from picklescan.torch import InvalidMagicError
 
 from ratchet.errors import BaseModelError
+from ratchet.storage.progress import count_bytes
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.export import BaseScan
 
@@ -87,12 +88,14 @@ def scan_directory(directory: Path, card: BaseCard | None = None) -> BaseScan:
     """
     logging.getLogger("picklescan").setLevel(logging.CRITICAL)  # it logs each finding, which the record contains
     scans = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    with count_bytes("base model scanned for pickles", sum(path.stat().st_size for path in paths)) as add_bytes:
+        for path in paths:
             scan = _FileScan(path.relative_to(directory).as_posix())
             with path.open("rb") as stream:
                 _scan_stream(scan, scan.name, stream, 0)
             scans.append(scan)
+            add_bytes(path.stat().st_size)
     dangerous = [text for scan in scans for text in sorted(scan.dangerous)]
     if dangerous:
         others = f" and {len(dangerous) - 1} similar functions" if len(dangerous) > 1 else ""

@@ -1,9 +1,11 @@
 """Executes promotions and rollbacks: intent → version → alias → ledger → champion file → outbox.
 
-Moving the alias is a compare-and-set, and commits the promotion. The steps before this commit can be dropped. The steps
-after the commit can be repeated: every step first checks whether it is already done, and no step can be refused. If a
-process dies before the alias has moved, the next command drops the intent, and the champion is unchanged. If the
-process dies later, the next command completes the promotion. The intent is removed when all steps are done.
+In the project's own registry, moving the alias is a compare-and-set, and commits the promotion. On a server, the commit
+is the new line of the shared ledger, and the alias follows it (`ModelVersionRegistry.commit`). The steps before the
+commit can be dropped. The steps after the commit can be repeated: every step first checks whether it is already done,
+and no step can be refused. If a process dies before the commit, the next command drops the intent, and the champion is
+unchanged. If the process dies later, the next command completes the promotion. The intent is removed when all steps are
+done.
 """
 
 import re
@@ -49,6 +51,8 @@ FORCED, FORCED_BY, FORCED_REASON, DECISION = (
 
 ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
 """Tags of a registered version: digest of the adapter, and id of the training run."""
+EVENT = "ratchet.event"
+"""Tag of a registered version with the id of its last promotion or rollback. It is set after the alias has moved."""
 
 
 class PromotionIntent(Record):
@@ -77,6 +81,8 @@ class PromotionIntent(Record):
     description: str | None = None
     """New description of the registered version; None keeps the old one."""
     hooks: tuple[HookSettings, ...] = ()
+    server: str | None = None
+    """Server with the registered model; None: the project's own registry."""
 
     def entry(self, version: int) -> Promotion:
         """Return the ledger's entry, not yet chained."""
@@ -98,15 +104,28 @@ class ModelVersionRegistry(Protocol):
     def find_version(self, model_digest: str) -> int | None:
         """Return the version of a model; None if it is not registered."""
 
-    def set_champion(self, version: int, expected: int | None) -> None:
-        """Move the alias. Raises ChampionError if the alias no longer names `expected`."""
+    def commit(self, entry: Promotion, expected: int | None) -> None:
+        """Make the entry's version champion.
+
+        Raises ChampionError if another promotion took place: the alias no longer names `expected`, or on a server
+        another entry follows the entry before this one.
+        """
+
+    def has_committed(self, event: str, version: int) -> bool:
+        """Return whether an interrupted `commit` of the event with this id, for this version, was done."""
+
+    def move_alias(self) -> None:
+        """Repeat what follows a commit on a server: the alias names the version of the newest entry."""
+
+    def model_uri(self, version: int, folder: Path) -> str:
+        """Return the address of a version, for hooks: the folder, or on a server `models:/NAME/VERSION`."""
 
     def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
         """Write tags and a description to a version, and the tags to the MLflow run of this run id."""
 
 
-OpenRegistry = Callable[[str], ModelVersionRegistry]
-"""Opens the registered model with this name."""
+OpenRegistry = Callable[[PromotionIntent], ModelVersionRegistry]
+"""Opens the registered model of an intent. Raises ChampionError if its registry is not the one in use now."""
 
 
 def acquire_lock(layout: ProjectLayout) -> FileLock:
@@ -129,8 +148,8 @@ def execute_promotion(
         The ledger's entry, and the name of the event in the outbox.
 
     Raises:
-        ChampionError: the alias was moved by another process; nothing happened.
-        TrackingError: MLflow's database is not available; repeat the command to complete the promotion.
+        ChampionError: another promotion took place meanwhile; nothing happened.
+        TrackingError: MLflow is not available; repeat the command to complete the promotion.
     """
     intent.save(layout.promotion_intent)
     version = intent.champion.version
@@ -140,8 +159,9 @@ def execute_promotion(
     except TrackingError:
         remove_intent(layout.promotion_intent)
         raise
+    entry = ledger.chain_entry(ledger.read_entries(layout.promotions), intent.entry(version))
     try:
-        registry.set_champion(version, intent.alias)
+        registry.commit(entry, intent.alias)
     except ChampionError:
         remove_intent(layout.promotion_intent)
         raise
@@ -151,16 +171,18 @@ def execute_promotion(
 def finish_promotion(
     layout: ProjectLayout, registry: ModelVersionRegistry, intent: PromotionIntent, version: int
 ) -> tuple[Promotion, str]:
-    """Do all steps that follow the move of the alias; they may be repeated. Returns the same as `execute_promotion`."""
+    """Do all steps that follow the commit; they may be repeated. Returns the same as `execute_promotion`."""
+    registry.move_alias()
     champion = intent.champion.model_copy(update={"version": version})
     entry = ledger.append_entry(layout.promotions, intent.entry(version))
+    entries = ledger.read_entries(layout.promotions)
     current = read_champion(layout.champion)
-    if current.ledger != entry.digest:
+    if current.ledger != entry.digest and entries[-1] == entry:  # a server's later entries may be here already
         update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
-    folder = layout.promoted_model(champion.model_digest)
-    registry.annotate_version(version, champion.run_id, promotion_tags(intent), intent.description)
-    line = 1 + next(n for n, e in enumerate(ledger.read_entries(layout.promotions)) if e.id == entry.id)
-    event = outbox.build_event(entry, line, intent.project, intent.model_name, folder.as_uri())
+    registry.annotate_version(version, champion.run_id, promotion_tags(entry), intent.description)
+    line = 1 + next(n for n, e in enumerate(entries) if e.id == entry.id)
+    source = registry.model_uri(version, layout.promoted_model(champion.model_digest))
+    event = outbox.build_event(entry, line, intent.project, intent.model_name, source)
     name = outbox.add_event(layout.outbox, event, intent.hooks)
     remove_intent(layout.promotion_intent)
     return entry, name
@@ -174,7 +196,7 @@ class InterruptedPromotion:
     version: int | None
     """Version of the model; None: the model is not registered yet."""
     is_committed: bool
-    """Whether the alias moved, so that the promotion is completed instead of dropped."""
+    """Whether the commit was done, so that the promotion is completed instead of dropped."""
 
     def describe(self) -> str:
         """Describe the recovery for the user."""
@@ -182,8 +204,8 @@ class InterruptedPromotion:
         noun = "promotion" if intent.action == "promote" else "rollback"
         subject = f"the {noun} of model {intent.champion.model_digest[:12]}, started on {intent.time} by {intent.actor}"
         if self.is_committed:
-            return f"{subject}, was interrupted after the alias had moved to version {self.version}: completed"
-        return f"{subject}, was interrupted before the alias moved: dropped without any effect"
+            return f"{subject}, was interrupted after version {self.version} had become champion: completed"
+        return f"{subject}, was interrupted before the champion had changed: dropped without any effect"
 
 
 def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> InterruptedPromotion | None:
@@ -191,13 +213,14 @@ def find_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> Inte
     intent = read_intent(layout.promotion_intent)
     if intent is None:
         return None
-    registry = open_registry(intent.model_name)
+    registry = open_registry(intent)
     version = intent.champion.version or registry.find_version(intent.champion.model_digest)
     if version is None:
         return InterruptedPromotion(intent, None, is_committed=False)
     # Check the ledger, too, because a user may have moved the alias after the interruption.
     is_in_ledger = any(entry.id == intent.id for entry in ledger.read_entries(layout.promotions))
-    return InterruptedPromotion(intent, version, is_committed=is_in_ledger or registry.champion() == version)
+    is_committed = is_in_ledger or registry.has_committed(intent.id, version)
+    return InterruptedPromotion(intent, version, is_committed)
 
 
 def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> str | None:
@@ -210,10 +233,38 @@ def recover_interrupted(layout: ProjectLayout, open_registry: OpenRegistry) -> s
     if interrupted is None:
         return None
     if interrupted.is_committed and interrupted.version is not None:
-        finish_promotion(layout, open_registry(interrupted.intent.model_name), interrupted.intent, interrupted.version)
+        finish_promotion(layout, open_registry(interrupted.intent), interrupted.intent, interrupted.version)
     else:
         remove_intent(layout.promotion_intent)
     return interrupted.describe()
+
+
+def pull_shared(layout: ProjectLayout, shared: Sequence[Promotion], server: str) -> list[Promotion]:
+    """Add the entries on a server to the project's ledger, and update its champion file; the caller holds the lock.
+
+    A crash between the two files is completed by the next call.
+
+    Returns:
+        The entries that the ledger lacked.
+
+    Raises:
+        DamagedFileError: the two ledgers contradict each other, or the champion file names an unknown entry.
+    """
+    entries = ledger.read_entries(layout.promotions)
+    missing = ledger.find_missing(layout.promotions, entries, shared, server)
+    entries += missing
+    if missing:
+        ledger.write_entries(layout.promotions, entries)
+    file = read_champion(layout.champion)
+    heads = [entry.digest for entry in entries]
+    is_behind = file.ledger in heads or (file.ledger is None and file.champion is None)
+    start = heads.index(file.ledger) + 1 if file.ledger in heads else len(entries) - len(missing)
+    if is_behind and (newer := entries[start:]) and any(entry in shared for entry in newer):
+        for number, entry in enumerate(newer, start=start + 1):
+            champion = ledger.champion_of(entry, entries[:number])
+            file = update_champion(file, entry.action, champion, entry.is_anchor, entry.digest)
+        file.save(layout.champion)
+    return missing
 
 
 def read_intent(path: Path) -> PromotionIntent | None:
@@ -252,6 +303,10 @@ def plan_steps(
     if version is None:
         steps.append(f"register model {intent.champion.model_digest[:12]} as {target} of {intent.model_name}")
     source = f"version {intent.alias}" if intent.alias else "no version"
+    if intent.server:
+        if intent.action == "promote":
+            steps.append(f"upload the files that {intent.server} lacks")
+        steps.append(f"add the entry to the ledger on {intent.server}")
     steps.append(f"move the alias champion from {source} to {target}")
     reason = f": {intent.reason}" if intent.reason else ""
     steps.append(f"add a line to {layout.promotions}, by {intent.actor}{reason}")
@@ -320,16 +375,20 @@ def version_label(champion: Champion) -> str:
 # ------------------------------------------------------------------------------------------- tags and descriptions
 
 
-def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, page: str) -> dict[str, str]:
-    """Return the tags of a newly registered version: components of the model, metrics, and the gate's decision."""
+def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, page: str | None) -> dict[str, str]:
+    """Return the tags of a newly registered version: components of the model, metrics, and the gate's decision.
+
+    `page` is the address of the gate's page; None on a server, because the page shows rows of the data.
+    """
     tags = {
         ADAPTER: bundle.adapter_digest,
         "ratchet.base_digest": bundle.base_digest,
         "ratchet.data_digest": bundle.data_digest,
         RUN: bundle.run_id,
         DECISION: verdict.decision,
-        "ratchet.gate_page": page,
     }
+    if page is not None:
+        tags["ratchet.gate_page"] = page
     for name, metric in _metrics(report).items():
         # A valid tag name has only some characters, and no path components like `..`.
         first, *others = re.sub(r"[^/\w.\-: ]", "_", name).split("/")
@@ -338,19 +397,18 @@ def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, 
     return tags
 
 
-def promotion_tags(intent: PromotionIntent) -> dict[str, str]:
+def promotion_tags(entry: Promotion) -> dict[str, str]:
     """Return the tags that a promotion or rollback sets on the version and on the MLflow run."""
-    tags = {"ratchet.event": intent.id}
-    if intent.action == "rollback":
-        return tags | {"ratchet.rolled_back_by": intent.actor, "ratchet.rollback_reason": intent.reason or ""}
-    forced = intent.champion.forced
+    tags = {EVENT: entry.id}
+    if entry.action == "rollback":
+        return tags | {"ratchet.rolled_back_by": entry.actor, "ratchet.rollback_reason": entry.reason or ""}
     return tags | {
-        DECISION: intent.decision or "",
-        "ratchet.promoted_by": intent.actor,
-        "ratchet.promoted_at": intent.time,
-        FORCED: "true" if forced else "false",
-        FORCED_BY: forced.actor if forced else "",
-        FORCED_REASON: forced.reason if forced else "",
+        DECISION: entry.decision or "",
+        "ratchet.promoted_by": entry.actor,
+        "ratchet.promoted_at": entry.time,
+        FORCED: str(entry.forced).lower(),
+        FORCED_BY: entry.actor if entry.forced else "",
+        FORCED_REASON: (entry.reason or "") if entry.forced else "",
     }
 
 

@@ -661,11 +661,7 @@ def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIn
         is_anchor = file.anchor is not None and file.anchor.version == number
         titles = [title for title, applies in (("champion", is_champion), ("anchor", is_anchor)) if applies]
         descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
-    decisions = [
-        use.decision
-        for use in evidence.read_test_set_uses(layout.test_set_uses)
-        if use.run_id == run_id and use.decision
-    ]
+    decisions = [use.decision for use in evidence.read_test_set_uses(layout) if use.run_id == run_id and use.decision]
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
 
 

@@ -9,7 +9,13 @@ from ratchet.config.prepare import DROP_REASONS
 from ratchet.reports import pages
 from ratchet.storage import digests, files
 from ratchet.storage.html import NONE, format_count, format_percentage
-from ratchet.storage.records.data import DatasetCard, LengthDistribution, NearDuplicateCluster, SplitStratum
+from ratchet.storage.records.data import (
+    DatasetCard,
+    LengthDistribution,
+    NearDuplicateCluster,
+    NearDuplicateReport,
+    SplitStratum,
+)
 
 OTHER_DROP_MEANINGS = {
     "sampled_out": "Omitted by a weight below 1 in prepare.sources.",
@@ -31,16 +37,14 @@ SPLITS = ("train", "validation", "test")
 NO_LENGTHS = LengthDistribution(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
 DROP_MEANINGS = {reason: rule.meaning for reason, rule in DROP_REASONS.items()} | OTHER_DROP_MEANINGS
 SECTIONS = (
-    "Sources", "Row flow", "Lengths", "Splits", "Class balance", "Near-duplicates", "Leaks", "Truncation", "Packing",
-    "Tokens per epoch", "Template", "Notes",
+    "Sources", "Row flow", "Text quality", "Lengths", "Splits", "Class balance", "Near-duplicates", "Leaks",
+    "Truncation", "Packing", "Tokens per epoch", "Template", "Notes",
 )  # fmt: skip
 
 
 def write_dataset_page(card: DatasetCard, target: Path) -> None:
     """Write the card as one self-contained HTML page. All lists are sorted, so that equal cards give equal bytes."""
     train = card.lengths.get("train", NO_LENGTHS)
-    near = card.near_duplicates
-    clusters = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept)) if near else []
     page = pages.render(
         "data_card",
         title=f"Dataset card {card.digest[: digests.SHORT]}",
@@ -49,6 +53,10 @@ def write_dataset_page(card: DatasetCard, target: Path) -> None:
         train=train,
         figures=list(_key_figures(card, train)),
         drops=_list_drops(card),
+        flaws=[
+            (check, DROP_MEANINGS.get(check, ""), rows)
+            for check, rows in sorted(card.flaws.items(), key=lambda item: (-item[1].count, item[0]))
+        ],
         dropped=sum(drop.count for drop in card.dropped.values()),
         histograms=_draw_histograms(card),
         splits=card.splits,
@@ -56,7 +64,8 @@ def write_dataset_page(card: DatasetCard, target: Path) -> None:
         source_splits=_source_splits(card),
         balance=_describe_balance(card),
         strata=_describe_strata(card),
-        clusters=[_describe_cluster(cluster) for cluster in clusters],
+        near_clusters=_describe_clusters(card.near_duplicates),
+        semantic_clusters=_describe_clusters(card.semantic_duplicates),
         leaked=sorted(card.leaks.items(), key=lambda item: (-item[1].rows, item[0])),
         truncated=_describe_truncation(card),
         packed=sorted((int(capacity), rate) for capacity, rate in card.packing.items()),
@@ -97,6 +106,9 @@ def _key_figures(card: DatasetCard, train: LengthDistribution) -> Iterator[tuple
         least, most = min(card.labels.values(), default=0), max(card.labels.values(), default=0)
         span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         yield "Labels", f"{len(card.labels):,}", f"of {span} training rows"
+    elif pairs := card.pairs:
+        lengths = f"of the pairs: {pairs.chosen_tokens:,.1f} tokens in the mean, rejected {pairs.rejected_tokens:,.1f}"
+        yield "Chosen is longer", f"{pairs.longer_chosen:.0%}", lengths
     else:
         yield "Cut", f"{sum(cut.rows for cut in card.truncated.values()):,}", "rows truncated to the maximum length"
 
@@ -252,6 +264,12 @@ def _describe_imbalance(
             f"Largest deviation from the target, in rows: {name} has {strata[name].splits.get(split, 0):,} in {split}; "
             f"the target of {format_percentage(fraction, 1)} is {fraction * strata[name].rows:,.1f}."
         )
+
+
+def _describe_clusters(report: NearDuplicateReport | None) -> list[dict[str, Any]]:
+    """Return the clusters of a report, largest first."""
+    found = sorted(report.largest, key=lambda cluster: (-cluster.size, cluster.kept)) if report else []
+    return [_describe_cluster(cluster) for cluster in found]
 
 
 def _describe_cluster(cluster: NearDuplicateCluster) -> dict[str, Any]:

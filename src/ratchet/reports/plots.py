@@ -93,13 +93,20 @@ def draw_loss_curve(journal: Path, target: Path) -> None:
     _write("Loss", target, "Training and validation loss by optimizer step.", figure=build_loss_figure(journal))
 
 
-def build_loss_figure(journal: Path) -> Figure:
-    """Return the figure of training and validation loss (nats per answer token) by optimizer step."""
+def read_loss_curves(journal: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read the steps and losses (nats per answer token) of the training (`step`) and of the validations
+    (`validation`)."""
     curves: dict[str, list[tuple[int, float]]] = {"step": [], "validation": []}
     replay = ReplayFilter()
     for event in JournalReader(journal).read():
         if event.kind in curves and replay.is_new(event):
             curves[event.kind].append((event.data["step"], event.data["loss"]))
+    return curves
+
+
+def build_loss_figure(journal: Path) -> Figure:
+    """Return the figure of training and validation loss (nats per answer token) by optimizer step."""
+    curves = read_loss_curves(journal)
     data = [
         {
             "x": [step for step, _ in curves[kind]], "y": [loss for _, loss in curves[kind]], "name": name,

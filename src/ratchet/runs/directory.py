@@ -1,6 +1,6 @@
 """Run directories: specs, launch settings, paths, and opening a run under its lock.
 
-A run directory contains format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/ and
+A run directory contains format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/, loggers/ and
 worker.log. The digest of the spec is the id of the run; the launch settings define how and where its worker runs.
 Trainings (RunSpec, TrainingLaunchSpec) and generations (inference/spec.py) are runs. The supervisor, the journal, the
 lock and the restart policy use only the base classes here. Starting and resuming a run are the same operation.
@@ -134,6 +134,8 @@ class TrainingLaunchSpec(LaunchSpec):
     distillation_path: str | None = None
     teacher_path: str | None = None
     teacher_files: dict[str, str] | None = None
+    start_path: str | None = None
+    """Directory of the weights from which the training starts."""
     base: BaseCard
     """Card of the base model; the worker verifies the files that it lists."""
     profile_steps: int | None = None
@@ -200,6 +202,11 @@ class RunPaths:
     def logs(self) -> Path:
         """Logs of supervisor and workers, as JSON lines."""
         return self.root / "logs"
+
+    @property
+    def loggers(self) -> Path:
+        """Output of the loggers (machine.loggers), a folder for each; written again from the journal at every start."""
+        return self.root / "loggers"
 
     @property
     def stacks(self) -> Path:

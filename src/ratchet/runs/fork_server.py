@@ -55,6 +55,8 @@ Argument = str | int | None
 class ForkedProcess:
     """A process that a ForkServer starts."""
 
+    died_with_others = False
+
     def __init__(self, server: "_ServerConnection") -> None:
         self._server = server
         self._pid: int | None = None
@@ -114,6 +116,10 @@ class ForkedProcess:
         if self.poll() is None:
             _send_signal(self._server.process.pid, signal.SIGCONT)  # a stopped server would not report the end
             self.send_signal(signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Send SIGKILL, if the process runs."""
+        self.kill()
 
     def stop(self, grace_s: float) -> None:
         """Ask the process to end, kill it if it still runs after this time, and wait until it has ended."""

@@ -75,6 +75,7 @@ class GroupMemberProcess:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._group_pid: int | None = None
+        self._is_killed = False
         self.returncode: int | None = None
 
     @property
@@ -82,15 +83,20 @@ class GroupMemberProcess:
         """Process id of the group; until the group has accepted the run, that of this process."""
         return os.getpid() if self._group_pid is None else self._group_pid
 
+    @property
+    def died_with_others(self) -> bool:
+        """Whether the group has died for another reason than `kill`."""
+        return self.returncode is not None and self.returncode < 0 and not self._is_killed
+
     def poll(self) -> int | None:
-        """Return the exit code, or None while the member runs. A negative code is the signal that ended the group."""
+        """Return the exit code, or None while the member runs; -SIGKILL if the group has died, for any reason."""
         while self.returncode is None:
             try:
                 content = self._connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
-            except ConnectionError:
-                content = b""
+            except ConnectionError:  # reported once, before the last messages
+                continue
             message: dict[str, Any] = json.loads(content) if content else {"exit_code": -signal.SIGKILL}
             if "pid" in message:
                 self._group_pid = message["pid"]
@@ -109,8 +115,8 @@ class GroupMemberProcess:
 
     def send_signal(self, number: int) -> None:
         """Ask the member to stop for SIGTERM; ignore other signals, which would reach all members."""
-        if number == signal.SIGTERM and self.poll() is None:
-            with suppress(ConnectionError):  # the group has ended: the next `poll` sees it
+        if number == signal.SIGTERM:  # without `poll`, which a signal handler may have interrupted
+            with suppress(OSError):  # the group or this member has ended: the next `poll` sees it
                 self._connection.send(STOP)
 
     def kill(self) -> None:
@@ -118,9 +124,16 @@ class GroupMemberProcess:
         yet, withdraw it."""
         if self.poll() is not None:
             return
+        self._is_killed = True
         if self._group_pid is None:
-            self.returncode = -signal.SIGKILL
-            self._connection.close()
+            self.abandon()
         else:
             with suppress(ProcessLookupError):
                 os.kill(self._group_pid, signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Withdraw the run. The group ends it at its next step, without a checkpoint; the other members continue."""
+        if self.poll() is None:
+            self._is_killed = True
+            self.returncode = -signal.SIGKILL
+            self._connection.close()

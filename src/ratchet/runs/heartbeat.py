@@ -216,13 +216,15 @@ def dump_stacks_and_kill(worker: WorkerProcess, stacks: Path, rank: int | None =
         State of the process and location of the stacks, such as `it was stopped by a signal; stacks in PATH`.
     """
     pid = worker.pid if rank is None else _find_child(worker.pid, rank)
+    if pid == os.getpid():  # a training group that has not accepted the run yet
+        pid = 0
     state = read_process_state(pid) if pid else ""
     size = _file_size(stacks)
     if state and state != psutil.STATUS_ZOMBIE:
         os.kill(pid, signal.SIGUSR1)
         if state == psutil.STATUS_STOPPED:
             os.kill(pid, signal.SIGCONT)
-    deadline_s, last_size, current = time.monotonic() + DUMP_WAIT_S, size, size
+    deadline_s, last_size, current = time.monotonic() + (DUMP_WAIT_S if pid else 0.0), size, size
     while time.monotonic() < deadline_s and worker.poll() is None and (current == size or current != last_size):
         time.sleep(DUMP_POLL_S)  # until the file has grown and stopped growing
         last_size, current = current, _file_size(stacks)

@@ -28,20 +28,23 @@ Attempts
 
 Steps
     step                An optimizer step is done. Keys: step, loss, learning_rate, grad_norm, trained_tokens,
-                        input_tokens, step_s, batch (first 12 hex digits of the digest of the row indices, in order).
+                        input_tokens, step_s, batch (first 12 hex digits of the digest of the row indices, in order);
+                        of preference tuning also PREFERENCE_STATISTICS (config/train.py), as in `validation`.
     step_skipped        Replaces `step` if nothing was learned. Keys: step, action (skip | roll_back), reason, rows (ids
                         of the batch), learning_rate_scale, rollback_step (the step whose weights are restored; null for
                         skip).
     step_repeated       The step is computed a second time. Keys: step, reason.
     gradient_spike      The gradient norm is unusually large; `step` follows. Keys: step, grad_norm, median, deviations,
-                        rows.
+                        rows, modules (gradient norms of the modules with the largest).
     loss_scale          A float16 gradient overflowed; the step is computed again. Keys: step, loss_scale.
     microbatch_budget   The limit of a micro-batch changed. It applies from this step on (in phase validation: from the
                         validation after this step on). A resumed worker applies it again (`read_decisions`). Keys:
-                        step, phase (train | validation | generate), action (shrink | grow), failed_tokens, budget.
+                        step, phase (train | validation | generate), action (shrink | grow), failed_tokens, budget,
+                        is_early (true if memory had not run out yet).
     rank_timings        Written every few seconds if there are several ranks. Keys: step, steps and seconds since the
                         last such event, busy_s (seconds that each rank spent in its own micro-batches).
-    validation          A validation is done. Keys: step, loss, tokens, seconds, improved.
+    validation          A validation is done. Keys: step, loss, tokens, seconds, improved, token_accuracy (if
+                        early stopping needs it).
     checkpoint_saved    A checkpoint is sealed. Keys: step, is_best, size_bytes, bytes_written, bytes_linked, blocked_s
                         (time that training waited), seconds (in all).
     replicated          A checkpoint or the result is complete in the replica. Keys: step, artifact (checkpoint |

@@ -560,17 +560,18 @@ def describe_anomaly(event: JournalEvent) -> str:
     if event.kind == "step_repeated":
         return f"repeated: {data['reason']}"
     if event.kind == "gradient_spike":
+        norms = data.get("modules", {})
+        modules = max(norms, key=lambda name: norms[name], default="")
         return (
             f"gradient norm {data['grad_norm']:.3g} is {data['deviations']:.1f} deviations above the median "
-            f"{data['median']:.3g}; trained on anyway"
+            f"{data['median']:.3g}{modules and f', largest in {modules}'}; trained on anyway"
         )
     if event.kind == "loss_scale":
         return f"gradient overflowed in float16; repeated with loss scale {data['loss_scale']:g}"
     tokens = data["budget"]["tokens"]
     limit = "no longer limited" if tokens is None else f"limited to {tokens:,} padded tokens"
-    cause = (
-        f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "memory was sufficient for a while"
-    )
+    fault = "would soon not fit" if data.get("is_early") else "did not fit"
+    cause = f"{data['failed_tokens']:,} {fault}" if data["action"] == "shrink" else "memory was sufficient for a while"
     name = "batch" if data["phase"] == GENERATE_PHASE else f"micro-batch of {data['phase']}"
     return f"{name} {limit}: {cause}"
 

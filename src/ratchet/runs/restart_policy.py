@@ -12,8 +12,9 @@ FailureClass = Literal[
     "out_of_memory", "too_large", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug",
     "peers", "rendezvous", "endpoint",
 ]  # fmt: skip
-"""`peers`: other ranks are gone. `rendezvous`: the machines did not connect to each other. `too_large`: the memory
-forecast refused the run before anything was loaded. `endpoint`: a model server does not answer."""
+"""`peers`: other ranks are gone, or the process that trains several runs. `rendezvous`: the machines did not connect to
+each other. `too_large`: the memory forecast refused the run before anything was loaded. `endpoint`: a model server does
+not answer."""
 
 MAX_DELAY_S = 60.0
 MAX_PEERS_RESTARTS = 50
@@ -97,8 +98,9 @@ def decide(
         text = f"asked to stop, and the worker ended: {text}; run it again to resume"
         return GiveUp("preempted", EXIT_INTERRUPTED, text)
     if failure == "peers" and len(earlier) < MAX_PEERS_RESTARTS:
-        return Retry(failure, delay_s, text)  # the cause is on another machine
-    earlier = [failed for failed in earlier if failed.failure != "peers"]
+        return Retry(failure, delay_s, text)  # another machine, or another run of the process, is the cause
+    if failure != "peers":
+        earlier = [failed for failed in earlier if failed.failure != "peers"]
     bugs = [failed for failed in earlier if failed.failure == "bug"]
     if retries is None or len(earlier) >= retries or (failure == "bug" and bugs):
         return GiveUp(failure, EXIT_BUG, text if retries is None else _describe_history(text, earlier))

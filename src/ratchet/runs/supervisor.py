@@ -292,13 +292,15 @@ def run_attempt(
             detectors = [HangDetector(page, machine.grace_period_s) for page in pages]
             end = _watch_worker(worker, run, detectors, stop, poll)
         except BaseException:
-            worker.kill()  # it would train without a supervisor
+            worker.abandon()  # it would train without a supervisor
             raise
         finally:
             stop.worker = None
         if worker.start_error:
             return WorkerExit(EXIT_BUG, "storage", f"the worker could not be started: {worker.start_error}")
         kills = max(after - before for after, before in zip(count_oom_kills(), kills_before, strict=True))
+        if worker.died_with_others and not kills and end.failure is None:  # another of them may be the cause
+            return WorkerExit(end.exit_code, "peers", "the process that trains this run with others died", kills)
         return WorkerExit(end.exit_code, end.failure, end.text, kills)
     finally:
         for page in pages:

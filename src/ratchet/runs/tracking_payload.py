@@ -7,13 +7,14 @@ machine of rank 0 reports, so that no step appears several times. Each rendezvou
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ratchet.config.machine import Machine
+from ratchet.config.mlflow_environment import has_tracking_server
 from ratchet.config.settings import Settings
-from ratchet.config.train import Train
+from ratchet.config.train import PREFERENCE_STATISTICS, Train
 from ratchet.runs.callbacks import RunCallback, Status
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -112,7 +113,7 @@ def should_report(journal: Path, machine: Machine) -> bool:
 
 
 def _is_shared(machine: Machine) -> bool:
-    return machine.tracking_uri is not None and machine.node_range[1] > 1
+    return has_tracking_server(machine) and machine.node_range[1] > 1
 
 
 def _has_rank_zero(ready: JournalEvent) -> bool:
@@ -170,10 +171,13 @@ class MetricPointExtractor:
         step = event.data.get("step")
         if event.kind == "validation":
             values["validation/loss"] = event.data["loss"]
+            values["validation/token_accuracy"] = event.data.get("token_accuracy")
+            values |= _read_statistics("validation", event)
         elif event.kind == "step":
             values = {f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")}
             rate = event.data["input_tokens"] / max(event.data["step_s"], 1e-6)
             values["train/tokens_per_second"] = rate
+            values |= _read_statistics("train", event)
             if share := self._utilization.get(event.attempt):
                 values["train/mfu"] = rate * share
         elif event.kind == "system_metrics":
@@ -194,6 +198,31 @@ class MetricPointExtractor:
             if gpu.get("memory_bytes") is not None and gpu.get("memory_total_bytes"):
                 values[f"{prefix}memory_usage_percentage"] = 100 * gpu["memory_bytes"] / gpu["memory_total_bytes"]
         return values
+
+
+def _read_statistics(prefix: str, event: JournalEvent) -> dict[str, float | None]:
+    """Return the statistics of preference tuning; none for other objectives."""
+    return {f"{prefix}/{name}": event.data[name] for name in PREFERENCE_STATISTICS if name in event.data}
+
+
+class StoredSteps:
+    """Steps that a tracker has, by metric. If a step was repeated after a crash, its first value is kept."""
+
+    def __init__(self, steps: Mapping[str, Iterable[int]] | None = None) -> None:
+        self._steps = {key: set(known) for key, known in (steps or {}).items()}
+
+    def select_new(self, points: Iterable[MetricPoint]) -> list[MetricPoint]:
+        """Return the points that the tracker does not have, the first one for each metric and step."""
+        new: dict[tuple[str, int], MetricPoint] = {}
+        for point in points:
+            if point.step not in self._steps.get(point.key, ()):
+                new.setdefault((point.key, point.step), point)
+        return list(new.values())
+
+    def add(self, points: Iterable[MetricPoint]) -> None:
+        """Record points that the tracker has received."""
+        for point in points:
+            self._steps.setdefault(point.key, set()).add(point.step)
 
 
 class _RelativeCounter:

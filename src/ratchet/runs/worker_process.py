@@ -14,6 +14,10 @@ class WorkerProcess(Protocol):
     """Reason why the process could not be started, if that was known only after its start; otherwise empty."""
 
     @property
+    def died_with_others(self) -> bool:
+        """Whether a signal ended a process that several workers share, and `kill` was not called for this worker."""
+
+    @property
     def pid(self) -> int:
         """Process id."""
 
@@ -29,11 +33,19 @@ class WorkerProcess(Protocol):
     def kill(self) -> None:
         """Send SIGKILL, if the process runs."""
 
+    def abandon(self) -> None:
+        """End the worker and no other one, because its supervisor ends."""
+
 
 class SpawnedProcess(subprocess.Popen[bytes]):
     """A process started from its program file."""
 
     start_error = ""
+    died_with_others = False
+
+    def abandon(self) -> None:
+        """Send SIGKILL, if the process runs."""
+        self.kill()
 
     def wait_for(self, seconds: float) -> int | None:
         """Wait for the end of the process, at most this time. Return what `poll` returns.

@@ -13,6 +13,7 @@ from ratchet.data.sources import SourceReader, require_watched_path
 from ratchet.errors import DataError
 from ratchet.models import base_model
 from ratchet.registry import pickle_scan
+from ratchet.reports import dvc_files
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.layout import CHAT_TEMPLATE_FILE, ProjectLayout
@@ -53,6 +54,7 @@ def base(project: Project, on_progress: Callable[[str], None] = ignore_progress)
         if template:
             shutil.copyfile(template, scratch / CHAT_TEMPLATE_FILE)
         card.save(scratch / layout.base_card.name)
+        dvc_files.write_metrics(scratch, {"base_parameters": card.parameters})
     return card
 
 

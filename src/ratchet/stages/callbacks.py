@@ -1,4 +1,4 @@
-"""Callbacks of a command: terminal, MLflow, Prometheus, webhook. No callback can slow or stop a training."""
+"""Callbacks of a command: terminal, loggers, Prometheus, webhook. No callback can slow or stop a training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,11 @@ from ratchet.runs.run import Run
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Promotion, Verdict
+from ratchet.tracking import telemetry
+from ratchet.tracking.loggers import create_callback, load_loggers
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
+from ratchet.tracking.mlflow.traces import EvaluatedAnswer
 from ratchet.tracking.webhook import Webhook, WebhookCallback
 
 if TYPE_CHECKING:
@@ -36,10 +39,20 @@ def log_stage(
     artifacts: Mapping[str, Sequence[Path]],
     tags: Mapping[str, str],
 ) -> None:
-    """Add a later stage's figures, files and tags to the run in MLflow."""
-    tracking = MlflowTracker(layout, settings.promote.model_name, settings.machine.tracking_uri)
+    """Add a later stage's figures, files and tags to the run in MLflow, if MLflow is among `machine.loggers`."""
+    telemetry.annotate(run_id=run_id)
+    if "mlflow" not in settings.machine.loggers:
+        return
+    tracking = MlflowTracker.open(layout, settings)
     run = tracking.create_callback(RunPaths(layout.runs / run_id), settings, plots.draw_loss_curve)
     tracking.report(run, figures, artifacts, tags, settings.machine.tracking_timeout_s)
+
+
+def log_answers(layout: ProjectLayout, settings: Settings, run_id: str, answers: Sequence[EvaluatedAnswer]) -> None:
+    """Add generated answers to the run in MLflow, as traces, if MLflow is among `machine.loggers`."""
+    if "mlflow" not in settings.machine.loggers:
+        return
+    MlflowTracker.open(layout, settings).report_answers(run_id, answers, settings.machine.tracking_timeout_s)
 
 
 class TrainingCallbacks:
@@ -52,26 +65,29 @@ class TrainingCallbacks:
         exporter: "PrometheusExporter | None",
     ) -> None:
         self._project, self._create_console, self._exporter = project, create_console, exporter
-        self._webhook = Webhook.from_environment(project.settings.machine, project.root.name)
+        self._webhook = Webhook.from_environment(project.settings.machine, project.layout.name)
         self._extensions = {
             name: load_extension("ratchet.callbacks", name, "machine.callbacks")
             for name in project.settings.machine.callbacks
         }
+        self._loggers = load_loggers(project.settings)
         self._mlflow_callbacks: dict[str, MlflowRunCallback] = {}
-        self._tracking = MlflowTracker(
-            project.layout, project.settings.promote.model_name, project.settings.machine.tracking_uri
-        )
+        self._tracking = MlflowTracker.open(project.layout, project.settings)
 
     def for_run(self, run: RunPaths) -> Sequence[RunCallback]:
         """Create the callbacks of a run."""
-        machine = self._project.settings.machine
-        callbacks = [tracking_payload.wrap_callback(self._mlflow_callback(run), run.journal, machine)]
+        settings, machine = self._project.settings, self._project.settings.machine
+        callbacks = [create_callback(name, create, run, settings) for name, create in self._loggers.items()]
+        if "mlflow" in machine.loggers:
+            callbacks.append(tracking_payload.wrap_callback(self._mlflow_callback(run), run.journal, machine))
         if self._create_console is not None:
             callbacks.insert(0, self._create_console(run))
         if self._exporter is not None:
-            callbacks.append(self._exporter.create_callback(run.root.name, self._project.root.name))
+            callbacks.append(self._exporter.create_callback(run.root.name, self._project.layout.name))
         if self._webhook is not None:
             callbacks.append(WebhookCallback(self._webhook, run.root.name))
+        if (reporter := telemetry.create_callback(run.root.name)) is not None:
+            callbacks.append(reporter)
         for name, create in self._extensions.items():
             try:
                 callback = create(Run(run))
@@ -82,11 +98,13 @@ class TrainingCallbacks:
         return callbacks
 
     def publish(self, run: RunPaths, page: Path) -> None:
-        """Log the page of a finished run to MLflow, and its curves as an interactive page.
+        """Log the page of a finished run to MLflow, if it is a logger, and its curves as an interactive page.
 
         The timeout is `machine.tracking_timeout_s`, as at the end of a training. The next `ratchet train` sends the
         data that did not arrive in time.
         """
+        if "mlflow" not in self._project.settings.machine.loggers:
+            return
         callback, grace_s = self._mlflow_callback(run), self._project.settings.machine.tracking_timeout_s
         if not tracking_payload.should_report(run.journal, self._project.settings.machine):
             return
@@ -156,7 +174,7 @@ def notify_verdict(project: Project) -> Iterator[None]:
     Raises SettingsError for an invalid address before the block runs.
     """
     machine = project.settings.machine
-    webhook = Webhook.from_environment(machine, project.root.name)
+    webhook = Webhook.from_environment(machine, project.layout.name)
     yield
     verdict = Verdict.load(project.layout.verdict)
     if machine.metrics_file is not None:
@@ -174,15 +192,15 @@ def notify_promotions(project: Project) -> Iterator[None]:
 
     Raises SettingsError for an invalid address before the block runs.
     """
-    webhook = Webhook.from_environment(project.settings.machine, project.root.name)
-    if webhook is None:
-        yield
-        return
+    webhook = Webhook.from_environment(project.settings.machine, project.layout.name)
     count_before = len(_read_promotions(project.layout))
     try:
         yield
     finally:
         for entry in _read_promotions(project.layout)[count_before:]:
+            telemetry.annotate(run_id=entry.run_id)
+            if webhook is None:
+                continue
             how = "again, by rollback" if entry.action == "rollback" else "now"
             forced = ", against the verdict" if entry.forced else ""
             name = project.settings.promote.model_name

@@ -186,11 +186,12 @@ def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> S
         DataError, DamagedFileError, SettingsError: the data are missing, or these settings cannot train on them.
     """
     files.verify_sealed(layout.data, "data")
-    rows = token_files.load_rows(layout.data, "train")
+    rows = token_files.load_rows(layout.data, "train", settings.train.rows_per_example)
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
         "epochs": steps * settings.train.batch_size / sequences,
         "validate_every_steps": max(1, steps // VALIDATIONS),
+        "validate_every_epochs": None,
         "early_stopping": EarlyStoppingSettings(),
     }
     return settings.model_copy(update={"train": settings.train.model_copy(update=changes)})

@@ -6,11 +6,11 @@ A chat does not store reasoning, because chat templates omit the reasoning of ea
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from ratchet.config.settings import Settings
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
@@ -18,13 +18,13 @@ from ratchet.data.conversation import Conversation, Message, replace_surrogates
 from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
 from ratchet.inference import model_reference
-from ratchet.inference.backend import AnswerEnd, GenerationBackend, GenerationRequest
+from ratchet.inference.backend import AnswerEnd, BackendCallbacks, GenerationBackend, GenerationRequest
 from ratchet.inference.backend_factory import open_backend
 from ratchet.inference.prompts import Prompt
 from ratchet.inference.spec import split_reasoning
 from ratchet.runs.signals import list_stop_signals
 from ratchet.stages.generate import ENDS, create_notice_callbacks
-from ratchet.stages.project import Project
+from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.html import format_count
 
@@ -116,6 +116,64 @@ class ChatSession:
         self._saved.add(target)
 
 
+class Chat:
+    """A conversation of a program with a model, which is in memory until `close` or the end of a `with` statement."""
+
+    def __init__(
+        self, project: Project, model: str = "adapter", on_progress: Callable[[str], None] = ignore_progress
+    ) -> None:
+        """Load the model; the arguments are those of `ratchet.chat`."""
+
+        def forward_notice(kind: str, data: Mapping[str, Any]) -> None:
+            if kind == "notice":
+                on_progress(data["text"])
+
+        self._session = ChatSession(project.settings)
+        self._backend = _open_model(project, model, BackendCallbacks(lambda: None, forward_notice, lambda _: None))
+
+    def ask(self, text: str) -> str:
+        """Return the answer to a message, without reasoning. The conversation continues with both.
+
+        Raises:
+            DataError: the conversation with this message does not fit the model's context; it was not asked.
+            RatchetError: the model does not answer.
+        """
+        partial = PartialAnswer()
+        with closing(self._backend.stream(self._session.ask(text), True)) as stream:
+            for item in stream:
+                if isinstance(item, AnswerEnd):
+                    partial.end = item
+                elif not item.is_reasoning:
+                    partial.pieces.append(item.text)
+        if partial.end is not None and partial.end.finish == "context" and not partial.end.tokens:
+            raise DataError(f"{_describe_overflow(partial.end)}: it was not asked, and nothing was truncated")
+        self._session.add_answer(partial.answer)
+        return partial.answer
+
+    def close(self) -> None:
+        """Release the model's memory."""
+        self._backend.close()
+
+    def __enter__(self) -> "Chat":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _open_model(project: Project, model: str, callbacks: BackendCallbacks) -> GenerationBackend:
+    reference = model_reference.resolve_model(model, project.layout, project.settings)
+    generate = project.settings.generate.model_copy(update={"labels": ()})
+    return open_backend(reference.model.kind, reference.start.model_copy(update={"generate": generate}), callbacks)
+
+
+def _describe_overflow(end: AnswerEnd) -> str:
+    """Describe a question that does not fit the context."""
+    size = "" if end.prompt_tokens is None else f" has {end.prompt_tokens:,} tokens, which"
+    limit = "the model's context" if end.context_tokens is None else f"a context of {end.context_tokens:,}"
+    return f"the conversation with this question{size} does not fit {limit}"
+
+
 def chat(project: Project, model: str = "adapter", streams: tuple[TextIO, TextIO] | None = None) -> None:
     """Read questions and show each answer while it is generated, until the input ends.
 
@@ -129,16 +187,14 @@ def chat(project: Project, model: str = "adapter", streams: tuple[TextIO, TextIO
         InputError: the model cannot be used; without a terminal also: a question is too long.
         RatchetError: the model does not answer; only without a terminal.
     """
-    layout, settings = project.layout, project.settings
+    settings = project.settings
     input_stream, out = streams or (sys.stdin, sys.stdout)
     is_live = input_stream.isatty() and out.isatty()
-    reference = model_reference.resolve_model(model, layout, settings)
     page = StreamPrinter(out, reasons=is_live)
     notice_page = page if is_live else StreamPrinter(sys.stderr)
     if is_live:
         page.note(f"{model}: loading; /help lists the commands, Ctrl-D ends")
-    start = reference.start.model_copy(update={"generate": settings.generate.model_copy(update={"labels": ()})})
-    backend = open_backend(reference.model.kind, start, create_notice_callbacks(notice_page))
+    backend = _open_model(project, model, create_notice_callbacks(notice_page))
     try:
         if is_live:
             import readline  # its history (arrow keys) is kept until the process ends, and in no file
@@ -278,11 +334,8 @@ class _ChatLoop:
         if end is None:
             self._keep(partial)
         elif end.finish == "context" and not end.tokens:
-            size = "" if end.prompt_tokens is None else f" has {end.prompt_tokens:,} tokens, which"
-            limit = "the model's context" if end.context_tokens is None else f"a context of {end.context_tokens:,}"
-            text = f"the conversation with this question{size} does not fit {limit}: it was not asked, and nothing was "
-            text += "truncated; /reset starts a new conversation, /save FILE writes this one"
-            self._fail(DataError(text))
+            text = f"{_describe_overflow(end)}: it was not asked, and nothing was truncated"
+            self._fail(DataError(f"{text}; /reset starts a new conversation, /save FILE writes this one"))
         else:
             self._session.add_answer(partial.answer)
             if self._live:

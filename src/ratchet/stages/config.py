@@ -1,5 +1,7 @@
 """`ratchet config`: every setting with its effective value and the place where the value comes from."""
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from ratchet.config import defaults, params_file
@@ -17,7 +19,7 @@ class SettingOrigin(Record):
     text: str
     """The value as in params.yaml."""
     origin: str
-    """`default`, `default of version N`, or file and line."""
+    """`default`, `default of version N`, file and line, an environment variable, or `--set`."""
 
 
 class ConfigReport(Record):
@@ -29,22 +31,23 @@ class ConfigReport(Record):
     settings: tuple[SettingOrigin, ...]
 
 
-def config(layout: ProjectLayout | None, prefix: str = "") -> ConfigReport:
+def config(layout: ProjectLayout | None, prefix: str = "", overrides: Mapping[str, Any] | None = None) -> ConfigReport:
     """List the settings of a project.
 
     Args:
         layout: the project; None outside one: the defaults.
         prefix: dotted name of a section or setting, such as `train`; empty: all.
+        overrides: settings of `--set`, by dotted name.
 
     Raises:
-        SettingsError: params.yaml is not valid, or no setting has this name.
+        SettingsError: params.yaml or a replaced value is not valid, or no setting has this name.
     """
     text = f"{defaults.KEY}: {defaults.VERSION}\n"
     if layout is not None:
         params_file.load(layout.params)  # reports a file that cannot be read
         text = layout.params.read_text(encoding="utf-8")
-    version, settings = params_file.explain(text)
-    values = params_file.parse(text).model_dump(mode="json")
+    version, settings = params_file.explain(text, overrides=overrides, environment=os.environ)
+    values = params_file.parse(text, overrides=overrides, environment=os.environ).model_dump(mode="json")
     shown = tuple(
         SettingOrigin(name=entry.name, value=find_value(values, entry.name), text=entry.value, origin=entry.origin)
         for entry in settings

@@ -1,10 +1,13 @@
-"""`ratchet deploy`: copies a promoted model into a directory that a model server reads. No torch and no MLflow.
+"""`ratchet deploy`: copies a promoted model into a directory that a model server reads. No torch.
 
-The ledger names the model of every version, so MLflow's database is not needed. Before the link `current` moves, every
+The ledger names the model of every version, so the project's own MLflow database is not needed. If registered models
+are on a server, its ledger decides, and files that this machine lacks are fetched from it; so no project is needed
+either, only the public key that must have signed (`open_model_on_server`). Before the link `current` moves, every
 byte and the signature of a release are checked, and a test server answers from the release (unless --no-smoke is set).
 Until then servers see no change.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from pydantic import ValidationError
+
+from ratchet.config.mlflow_environment import REGISTRY, TRACKING, resolve_addresses
+from ratchet.config.promote import Promote
+from ratchet.config.settings import Settings
 from ratchet.errors import (
     ChampionError,
     DamagedFileError,
@@ -20,6 +28,7 @@ from ratchet.errors import (
     RatchetError,
     SettingsError,
     StorageError,
+    TrackingError,
 )
 from ratchet.registry import keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as releases
@@ -32,9 +41,12 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Promotion, read_champion
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 POLL_INTERVAL_S = 1.0
-"""Time between two checks for a new champion."""
+"""Time between two checks for a new champion in the project's own files."""
+SERVER_POLL_INTERVAL_S = 10.0
+"""Time between two checks for a new champion on a server; each takes two requests."""
 RETRY_AFTER_S = 60.0
 """Delay before the next attempt after a temporary failure: a full disk, or a lock that another process holds."""
 DISAGREEMENT_TOLERANCE_S = 5.0
@@ -47,8 +59,8 @@ class DeployOptions:
     """Format, version and checks of a deployment."""
 
     format: str | None = None
-    """`hf`, `gguf`, `onnx`, or an artifact's name such as `gguf/q8_0`. None: the directory's present format, or in
-    a new directory the first GGUF file."""
+    """`hf`, `gguf`, `bitsandbytes`, `onnx`, or an artifact's name such as `gguf/q8_0`. None: the directory's present
+    format, or in a new directory the first GGUF file."""
     version: int | None = None
     """A registered version; None: the champion."""
     rollback: bool = False
@@ -78,6 +90,41 @@ class DeployResult(Record):
         return self.current / "SERVE.md"
 
 
+def open_model_on_server(model_name: str | None, public_key: Path | None) -> Project:
+    """Open a registered model on an MLflow server, on a machine without a project.
+
+    Its files are kept in a cache of the user, and checked at every deployment.
+
+    Args:
+        model_name: name of the registered model; None: the default of promote.model_name.
+        public_key: PEM file of the only key that counts.
+
+    Raises:
+        SettingsError: the environment names no server, there is no public key, or MLflow has no such names.
+    """
+    try:
+        settings = Settings(promote=Promote() if model_name is None else Promote(model_name=model_name))
+    except ValidationError:
+        raise SettingsError(
+            f"--model: found {model_name!r}; expected the name of a registered model: letters, digits, `.`, `_` and `-`"
+        ) from None
+    if resolve_addresses(settings, None).registry is None:
+        raise SettingsError(
+            f"no Ratchet project here, and no MLflow server: change to a project, or set {TRACKING} or {REGISTRY}"
+        )
+    if public_key is None:
+        raise SettingsError(
+            "no Ratchet project here, so no key is trusted: name the public key that must have signed the model with "
+            "--public-key FILE (in the project: `jq -j '.keys[0].public' .ratchet/keys.json > key.pem` writes it)"
+        )
+    keyring = keys.Keyring(keys=(keys.read_public_key(public_key),))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    layout = ProjectLayout(cache.absolute() / "ratchet" / "models" / settings.promote.model_name)
+    files.make_directory(layout.keyring.parent)
+    keyring.save(layout.keyring)
+    return Project.from_parts(layout, settings)
+
+
 def deploy(project: Project, directory: Path, options: DeployOptions = DeployOptions()) -> DeployResult:
     """Make a promoted model the current release of a directory. Repeating the call changes nothing.
 
@@ -89,13 +136,16 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
         DamagedFileError: a byte differs from the signed one, or there is no signature.
         LockHeldError, StorageError, OSError: another process deploys into the directory, or the directory cannot be
             written.
+        TrackingError: the server with the registered models cannot be used.
     """
     layout, model_name = project.layout, project.settings.promote.model_name
+    registry = MlflowModelRegistry.open(layout, project.settings)
     if options.rollback:
         if options.format is not None or options.version is not None:
             raise SettingsError("--rollback goes to the previous release: leave out --format and --version")
-        return _roll_back(layout, model_name, directory)
-    version, model_digest, event, warning = _choose_version(layout, options.version)
+        return _roll_back(layout, registry, directory)
+    version, model_digest, event, warning = _choose_version(layout, registry, options.version)
+    registry.fetch_model(model_digest)
     promoted = _load_promoted(layout, model_name, version, model_digest)
     with releases.open_directory(directory, model_name) as server_dir:
         current_format = _current_format(server_dir)  # also raises for a damaged history before anything changes
@@ -130,10 +180,26 @@ def _build_result(
     return DeployResult(status=status, deployment=deployment, current=server_dir.current, warnings=tuple(warnings))
 
 
-def _choose_version(layout: ProjectLayout, version: int | None) -> tuple[int, str, str | None, str | None]:
+def _read_entries(layout: ProjectLayout, registry: MlflowModelRegistry) -> list[Promotion]:
+    """Read the ledger, with the entries on the server that this project has not fetched."""
+    entries = ledger.read_entries(layout.promotions)
+    if registry.shared is None:
+        return entries
+    shared = registry.shared.read()
+    return entries + ledger.find_missing(layout.promotions, entries, shared, registry.where) if entries else shared
+
+
+def _choose_version(
+    layout: ProjectLayout, registry: MlflowModelRegistry, version: int | None
+) -> tuple[int, str, str | None, str | None]:
     """Return version and model to deploy, the ledger's event that made the version champion, and a warning."""
-    entries, file = ledger.read_entries(layout.promotions), read_champion(layout.champion)
-    ledger.check_champion(layout.promotions, entries, file)
+    entries, file = _read_entries(layout, registry), read_champion(layout.champion)
+    if registry.shared is None:
+        ledger.check_champion(layout.promotions, entries, file)
+    elif not entries:
+        raise ChampionError(f"{registry.where}: {registry.model_name} has no champion yet; `ratchet promote` makes one")
+    if version is None and registry.shared is not None:
+        return entries[-1].version, entries[-1].model_digest, entries[-1].id, None
     if version is None:
         if file.champion is None:
             raise ChampionError(f"{layout.champion}: there is no champion yet; `ratchet promote` makes one")
@@ -240,9 +306,9 @@ def _stage_release(
         raise type(error)("\n  ".join([str(error), *(f"warning: {text}" for text in warnings)])) from error
 
 
-def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> DeployResult:
+def _roll_back(layout: ProjectLayout, registry: MlflowModelRegistry, directory: Path) -> DeployResult:
     """Check every byte of the previous release against its signature, then exchange current and previous."""
-    with releases.open_directory(directory, model_name, may_create=False) as server_dir:
+    with releases.open_directory(directory, registry.model_name, may_create=False) as server_dir:
         if server_dir.completed_rollback is not None:
             return _build_result("rollback_finished", server_dir.completed_rollback, server_dir)
         current, previous = map(server_dir.linked_release, (server_dir.current, server_dir.previous))
@@ -254,8 +320,8 @@ def _roll_back(layout: ProjectLayout, model_name: str, directory: Path) -> Deplo
         release = check_release(layout, previous)
         warnings = [describe_forced(release.forced)] if release.forced else []
         try:
-            withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), release.model_digest)
-        except DamagedFileError as error:
+            withdrawal = ledger.find_withdrawal(_read_entries(layout, registry), release.model_digest)
+        except (ChampionError, DamagedFileError, TrackingError) as error:  # an emergency must not wait for a server
             withdrawal = None
             warnings.append(str(error))
         if withdrawal is not None:
@@ -324,10 +390,11 @@ def watch_champion(
     """
     if options.rollback or options.version is not None:
         raise SettingsError("--watch follows the champion: leave out --version and --rollback")
-    watcher = _ChampionWatcher(project, directory, options, on_deploy, on_problem)
+    registry = MlflowModelRegistry.open(project.layout, project.settings)
+    watcher = _ChampionWatcher(project, registry, directory, options, on_deploy, on_problem)
     while True:
         watcher.poll()
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(POLL_INTERVAL_S if registry.server is None else SERVER_POLL_INTERVAL_S)
 
 
 @dataclass
@@ -335,6 +402,7 @@ class _ChampionWatcher:
     """Deploys whenever ledger or champion file have changed, and reports each result once."""
 
     project: Project
+    registry: MlflowModelRegistry
     directory: Path
     options: DeployOptions
     on_deploy: Callable[[DeployResult], None]
@@ -349,14 +417,19 @@ class _ChampionWatcher:
 
     def poll(self) -> None:
         """Deploy if ledger or champion file have changed, or if an attempt is due."""
-        layout = self.project.layout
-        state = self._file_states()
+        try:
+            state = self._read_state()
+        except (TrackingError, DamagedFileError, ChampionError) as error:
+            self._report(f"not deployed: {error}")
+            return
         must_retry = self._retry_s is not None and time.monotonic() >= self._retry_s
         if state == self._handled_state and not must_retry and self._disagree_since_s is None:
             return
         try:
-            file = read_champion(layout.champion)
-            ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
+            if self.registry.shared is None:
+                layout = self.project.layout
+                entries = ledger.read_entries(layout.promotions)
+                ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
         except (DataError, DamagedFileError, OSError) as error:  # they differ between two steps of a promotion
             now_s = time.monotonic()
             if self._disagree_since_s is None:
@@ -371,10 +444,20 @@ class _ChampionWatcher:
             self._retry_s = time.monotonic() + RETRY_AFTER_S
             self._report(f"not deployed, next attempt in {RETRY_AFTER_S:g} s: {error}")
         except RatchetError as error:
-            if self._file_states() == state:  # otherwise the next poll deploys what has changed meanwhile
+            if self._is_unchanged(state):  # otherwise the next poll deploys what has changed meanwhile
                 self._report(f"not deployed, the current release stays: {error}")
 
-    def _file_states(self) -> object:
+    def _is_unchanged(self, state: object) -> bool:
+        try:
+            return self._read_state() == state
+        except TrackingError:
+            self._retry_s = time.monotonic() + RETRY_AFTER_S
+            return True
+
+    def _read_state(self) -> object:
+        """Return a value that changes with every promotion."""
+        if self.registry.shared is not None:
+            return [entry.digest for entry in self.registry.shared.read()]
         return tuple(map(_file_state, (self.project.layout.promotions, self.project.layout.champion)))
 
     def _report(self, event: DeployResult | str) -> None:

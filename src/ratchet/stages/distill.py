@@ -54,7 +54,7 @@ def distill(
     Args:
         project: section train.distill of its settings names the teacher.
         forecast: only report the disk space and memory that the teacher needs.
-        on_progress: receives lines about the size and the progress.
+        on_progress: receives lines about the size.
 
     Raises:
         SettingsError: no teacher is named, its tokenizer differs, or its weights do not fit into memory.
@@ -99,7 +99,7 @@ def distill(
             device = loading.pick_device(settings.machine.device)
             teacher.require_memory(settings.train, device)
             model = TeacherModel(teacher, settings.train, device)
-            shards.write(model, rows, settings.machine.micro_batch_size, on_progress)
+            shards.write(model, rows, settings.machine.micro_batch_size)
         return DistillResult(card=_seal_shards(layout, card, shards))
 
 

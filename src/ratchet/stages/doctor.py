@@ -1,11 +1,13 @@
 """`ratchet doctor`: examines machine, data and base, and proposes changes of params.yaml with reasons and sources."""
 
 import difflib
+import os
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from ratchet.config import defaults, params_file
+from ratchet.config.mlflow_environment import resolve_addresses
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_bytes
 from ratchet.errors import InputError, SettingsError
@@ -19,6 +21,7 @@ from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.training import QuantizationReport
 from ratchet.training import microbatch_budget
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -84,17 +87,19 @@ def doctor(
             "and repeat without --base"
         )
     text = layout.params.read_text(encoding="utf-8") if layout is not None else None
-    if layout is not None and params_file.parse(text or "") != settings:
+    if layout is not None and params_file.parse(text or "", environment=os.environ) != settings:
         raise SettingsError(f"{layout.params}: changed while it was read; repeat")
     examination = _Examination(layout, settings or Settings(), write)
     if text is not None:
         _report_defaults(examination, text)
+    _report_mlflow(examination)
     torch_device = _report_machine(examination)
     facts = RecommendationInputs(
         examination.settings,
         "cuda" if torch_device.type == "cuda" else "cpu",
         _load_base_spec(examination, base),
-        _load_data_card(examination),
+        data_card := _load_data_card(examination),
+        None if base is not None else _find_base_loss(examination, data_card),
     )
     _check_quantization(examination, facts, torch_device)
     if examination.changes:
@@ -132,6 +137,17 @@ def _report_defaults(examination: _Examination, text: str) -> None:
     changes = ", ".join(f"{name} {one.before} → {one.after}" for name, one in defaults.list_changes(old).items())
     finding = f"of version {old}; version {new} changes {changes or 'none that matter'}"
     examination.add("defaults", f"{finding}; `version: {new}` in params.yaml adopts them")
+
+
+def _report_mlflow(examination: _Examination) -> None:
+    """Add a finding with the addresses of MLflow and the origin of each; a problem if the environment is wrong."""
+    layout = examination.layout
+    try:
+        addresses = resolve_addresses(examination.settings, layout.mlflow_database if layout is not None else None)
+    except SettingsError as error:
+        examination.problems.append(str(error))
+    else:
+        examination.add("MLflow", addresses.describe())
 
 
 def _report_machine(examination: _Examination) -> TorchDevice:
@@ -191,6 +207,20 @@ def _load_data_card(examination: _Examination) -> DatasetCard | None:
     return card
 
 
+def _find_base_loss(examination: _Examination, data: DatasetCard | None) -> float | None:
+    """Return the loss of the base in full precision, if `ratchet evaluate --quantization` has measured it on these
+    data."""
+    layout = examination.layout
+    if layout is None or data is None or not (path := layout.quantization / "quantization.json").is_file():
+        return None
+    report = QuantizationReport.load(path)
+    if (report.base_digest, report.data_digest) != (data.base_digest, data.digest):
+        return None
+    loss = report.costs[0].loss
+    examination.add("base", f"loss {loss:.3g} nats per answer token, by `ratchet evaluate --quantization`")
+    return loss
+
+
 def _check_quantization(examination: _Examination, facts: RecommendationInputs, torch_device: TorchDevice) -> None:
     """Test 4-bit quantization on this device with the widths of this base. Propose `none` if that fails."""
     train = examination.settings.train
@@ -210,7 +240,10 @@ def _check_quantization(examination: _Examination, facts: RecommendationInputs, 
     if not examination.write:  # with --write, the change below fixes it
         problem = f"train.quantization: {train.quantization}: {fault}; none trains LoRA without 4 bits"
         examination.problems.append(problem)
-    examination.changes.append(RecommendedChange({"train.quantization": "none"}, fault, "tested on this machine"))
+    without = {"train.quantization": "none"} | (
+        {"train.initialization": "zero"} if train.initialization == "loftq" else {}
+    )
+    examination.changes.append(RecommendedChange(without, fault, "tested on this machine"))
 
 
 def _check_memory(

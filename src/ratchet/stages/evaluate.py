@@ -11,16 +11,24 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.errors import BaseModelError, DataError, MemoryExhaustedError, SettingsError, first_line
-from ratchet.evaluation import comparability, harness, judge, model_loader, rows
+from ratchet.evaluation import (
+    comparability,
+    harness,
+    instruction_following,
+    judge,
+    model_loader,
+    rows,
+    semantic_similarity,
+)
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
 from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModelLoader
+from ratchet.evaluation.perturbations import PARAPHRASE
 from ratchet.evaluation.rows import TestRows
-from ratchet.models import base_model, loading, oom, quantization_error, teacher_reference
+from ratchet.models import base_model, loading, oom, quantization_error
 from ratchet.quality_gate import evidence
 from ratchet.registry import model_store
-from ratchet.reports import plots
-from ratchet.runs.directory import RunSpec
-from ratchet.stages.callbacks import log_stage
+from ratchet.reports import dvc_files, plots
+from ratchet.stages.callbacks import log_answers, log_stage
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -43,8 +51,11 @@ from ratchet.storage.records.evaluation import (
     sample_file,
 )
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.gate import ChampionFile, read_champion
 from ratchet.storage.records.training import QuantizationReport, TrainReport
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry
+from ratchet.tracking.mlflow.traces import EvaluatedAnswer, JudgeVerdict
+from ratchet.training.run_spec import build_run_spec
 
 
 class EvaluateResult(Record):
@@ -73,12 +84,13 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         loader, card, test = _load_inputs(layout, settings)
         if loader.needs_export:
             loader.require_export()
-        judge_session = judge.JudgeSession.from_settings(layout, settings)
+        judge_sessions = judge.JudgeSession.list_from_settings(layout, settings)
         evaluator = _build_evaluator(layout, settings, card, test, on_progress)
         results, notes = _evaluate_models(loader, evaluator)
+        _add_similarity(loader, test, results, on_progress)
         judge_report, judge_lines = None, judge.Lines()
-        if judge_session is not None:
-            judge_report, judge_lines, judge_notes = judge_session.judge_answers(results, test, on_progress)
+        if judge_sessions:
+            judge_report, judge_lines, judge_notes = judge.judge_answers(judge_sessions, results, test, on_progress)
             notes += judge_notes
         report = _build_report(loader, card, test, results, notes).model_copy(update={"judge_report": judge_report})
         write_report(layout.evaluate, report, results, test, settings, judge_lines)
@@ -108,6 +120,7 @@ def evaluate_again(project: Project, progress: Progress) -> None:
     result = EvaluationModelLoader(
         layout, candidate_settings, loader.base, loader.trained, loader.model_digest, {}, loader.device
     ).evaluate_candidate_again(evaluator, batch_rows)
+    _add_similarity(loader, test, {role: result}, progress)
     with files.sealed_directory(layout.noise, "noise") as scratch:
         write_samples(scratch, role, result.samples)
         EvaluationNoise(
@@ -124,21 +137,30 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
     """Load the outputs of earlier stages and check that they belong together."""
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
-    train, distillation_digest = teacher_reference.resolve_teacher(settings.train, layout, card.digest)
-    RunSpec(
-        train=train, data_digest=card.digest, base_digest=base.digest, distillation_digest=distillation_digest
-    ).require(trained)
+    build_run_spec(layout, settings).require(trained)
     files.verify_sealed(layout.train, "train")
     exported: str | None = None  # digest of the model that was exported from this adapter
     if layout.bundle.exists() and (bundle := ModelBundle.load(layout.bundle)).adapter_digest == trained.adapter_digest:
         model_store.verify_export(layout)
         exported = bundle.model_digest
-    opponents = model_loader.verify_references(layout, read_champion(layout.champion))
+    champions = read_champion(layout.champion)
+    _fetch_champions(layout, settings, champions)
+    opponents = model_loader.verify_references(layout, champions)
     test = rows.read(layout, settings)
     base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
     return EvaluationModelLoader(layout, settings, base, trained, exported, opponents, device), card, test
+
+
+def _fetch_champions(layout: ProjectLayout, settings: Settings, file: ChampionFile) -> None:
+    """Fetch champion and anchor from the server with the registered models, if this machine lacks them."""
+    champions = [champion for champion in (file.champion, file.anchor) if champion is not None]
+    missing = {c.model_digest for c in champions if not layout.promoted_model(c.model_digest).is_dir()}
+    if missing:
+        registry = MlflowModelRegistry.open(layout, settings)
+        for model_digest in sorted(missing):
+            registry.fetch_model(model_digest)
 
 
 def _build_evaluator(
@@ -156,8 +178,44 @@ def _build_evaluator(
     if unknown := [name for name in names if name not in tasks]:  # reported now, not after an hour of other work
         known = ", ".join(path.stem for path in harness.find_task_files(layout.tasks)) or "none"
         raise SettingsError(f"evaluate.harness.tasks: no task {unknown[0]!r} in {layout.tasks}; known tasks: {known}")
-    terms = comparability.comparison_terms(settings, card, test, text, tasks)
+    encoder = None
+    if semantic_similarity.NAME in settings.evaluate.metrics:
+        encoder = semantic_similarity.describe_encoder(find_encoder(layout, settings), card.base_digest)
+    if "ifeval" in settings.evaluate.metrics:
+        count = test.generation_count
+        instruction_following.require_valid_instructions(test.ids[:count], test.fields[:count])
+    if "paraphrase" in settings.evaluate.perturbations and not any(row.get(PARAPHRASE) for row in test.fields):
+        raise SettingsError(
+            f"evaluate.perturbations: paraphrase needs rows with a field {PARAPHRASE!r}, another wording of the last "
+            "message; found none, so list the field in prepare.extra_fields"
+        )
+    terms = comparability.comparison_terms(settings, card, test, text, tasks, encoder)
     return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
+
+
+def find_encoder(layout: ProjectLayout, settings: Settings) -> Path | None:
+    """Return the directory of evaluate.embedding_model; None for the base."""
+    name = settings.evaluate.embedding_model
+    return None if name is None else layout.root / name
+
+
+def _add_similarity(
+    loader: EvaluationModelLoader, test: TestRows, results: Mapping[ModelRole, EvaluationResult], progress: Progress
+) -> None:
+    """Add semantic_similarity, if it is wanted. The models were released, so the encoder has their memory."""
+    settings = loader.settings
+    if semantic_similarity.NAME not in settings.evaluate.metrics:
+        return
+    oom.release_memory()
+    directory = find_encoder(loader.layout, settings)
+    progress(f"semantic similarity, with {'the base' if directory is None else directory} as encoder")
+    if directory is None:
+        encoder = semantic_similarity.TextEncoder(loader.load_base(), loader.load_tokenizer())
+    else:
+        encoder = semantic_similarity.load_encoder(directory, loader.device)
+    semantic_similarity.add_similarity(results, test.ids, test.expected, encoder)
+    del encoder
+    oom.release_memory()
 
 
 def _evaluate_models(
@@ -269,6 +327,11 @@ def write_report(
             _write_model(scratch, role, result, rows)
         for role, lines in judge_lines.items():
             base.write_lines(scratch / judge_file(role), lines)
+        candidate = results.get("candidate") or results["merged"]
+        dvc_files.write_label_plots(scratch, candidate.confusion, candidate.calibration)
+        values = {name: metric.value for name, metric in candidate.metrics.items()}
+        chosen = dvc_files.select_test_figures(values, settings.evaluate.metrics)
+        dvc_files.write_metrics(scratch, chosen)
         report.save(scratch / "eval.json")
 
 
@@ -304,6 +367,9 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, report: Evaluation
     if report.judge_report is not None:
         rates = {role: comparison.win_rate for role, comparison in report.judge_report.comparisons.items()}
         figures |= {f"judge/{role}/win_rate": rate.value for role, rate in rates.items() if rate is not None}
+        for role, found in report.judge_report.panel.items():
+            panel = {"panel_win_rate": found.win_rate, "alpha": found.alpha}
+            figures |= {f"judge/{role}/{name}": metric.value for name, metric in panel.items() if metric is not None}
     pictures = sorted((layout.evaluate / "confusion").glob("*")) + sorted((layout.evaluate / "curves").glob("*"))
     log_stage(
         layout,
@@ -313,6 +379,47 @@ def _log_to_mlflow(layout: ProjectLayout, settings: Settings, report: Evaluation
         artifacts={"evaluate": [layout.eval_report, *pictures]},
         tags={"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in report.contracts))},
     )
+    log_answers(
+        layout, settings, report.run_id, collect_answers(layout.evaluate, report, settings.machine.logged_answers)
+    )
+
+
+def collect_answers(folder: Path, report: EvaluationReport, limit: int) -> list[EvaluatedAnswer]:
+    """Collect the candidate's first generated answers with their scores and the judge's verdicts, for MLflow.
+
+    Args:
+        folder: the stage's output.
+        report: its report.
+        limit: number of rows.
+    """
+    role: ModelRole = "candidate" if "candidate" in report.scores else "merged"
+    if not limit or role not in report.scores:
+        return []
+    rows = {row["id"]: row for row in base.read_lines(folder / ROWS)}
+    answers = {line["id"]: line["answers"] for line in base.read_lines(folder / answers_file(role))}
+    chosen = list(answers)[:limit]
+    scores = {
+        metric: {line["id"]: line["value"] for line in base.read_lines(folder / file)}
+        for metric, file in report.scores[role].samples.items()
+        if report.scores[role].metrics[metric].kind != "perplexity"
+    }
+    comparisons = report.judge_report.comparisons if report.judge_report is not None else ()
+    judged = {
+        other: {line["id"]: line for line in base.read_lines(folder / judge_file(other))} for other in comparisons
+    }
+    return [
+        EvaluatedAnswer(
+            row_id=row_id, model=role, prompt=rows[row_id]["prompt"], answer=answers[row_id][0],
+            expected=rows[row_id]["expected"],
+            scores={metric: values[row_id] for metric, values in scores.items() if row_id in values},
+            verdicts={
+                other: JudgeVerdict(lines[row_id]["score"], "\n\n".join(lines[row_id]["replies"]))
+                for other, lines in judged.items()
+                if row_id in lines and lines[row_id]["score"] is not None
+            },
+        )
+        for row_id in chosen
+    ]  # fmt: skip
 
 
 class QuantizationResult(Record):

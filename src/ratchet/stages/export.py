@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.config.settings import Settings
-from ratchet.console.terminal import show_progress
 from ratchet.evaluation import answer_metrics
 from ratchet.exporters import conversion, inputs, merged_model
 from ratchet.exporters.inputs import ExportJob
@@ -12,10 +11,12 @@ from ratchet.exporters.merged_model import MergedModel
 from ratchet.exporters.verification.parity import Score
 from ratchet.exporters.verification.probe_inputs import task_metric
 from ratchet.registry import lineage, model_store, pickle_scan
+from ratchet.reports import dvc_files
 from ratchet.stages.callbacks import log_stage
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
 
 
@@ -31,13 +32,14 @@ def export(project: Project) -> ModelBundle:
     """
     layout, settings = project.layout, project.settings
     with project.lock("export"):
-        with show_progress("export") as progress, files.sealed_directory(layout.export, "export") as scratch:
-            job = inputs.open_job(layout, settings, progress)
+        with files.sealed_directory(layout.export, "export") as scratch:
+            job = inputs.open_job(layout, settings, report_progress)
             merged = merged_model.make_merged_model(job, scratch, build_scorer(settings))
             folder = scratch / layout.merged_model.name
             converted = conversion.convert_formats(merged.verifier, folder, scratch, merged.logits)
             bundle = _build_bundle(job, merged, [merged.artifact, *converted], scratch)
             bundle.save(scratch / layout.bundle.name)
+            dvc_files.write_metrics(scratch, {"merged_model_bytes": bundle.size_bytes})
         _log_to_mlflow(layout, settings, bundle)
         return bundle
 

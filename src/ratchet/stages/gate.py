@@ -46,7 +46,7 @@ def gate(project: Project) -> Verdict:
         SettingsError: a harness task is no longer defined, or the webhook's address is not valid.
         LockHeldError: another process runs this stage.
     """
-    from ratchet.reports import verdict_page
+    from ratchet.reports import dvc_files, verdict_page
     from ratchet.stages.callbacks import log_stage, notify_verdict
 
     layout, settings = project.layout, project.settings
@@ -55,6 +55,7 @@ def gate(project: Project) -> Verdict:
         verdict = decide_verdict(evidence, settings.gate)
         with files.sealed_directory(layout.gate, "gate") as scratch:
             verdict.save(scratch / layout.verdict.name)
+            dvc_files.write_metrics(scratch, {"decision": verdict.decision})
         record_verdict(layout, verdict)
         rows = read_rows(layout)
         answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
@@ -121,6 +122,14 @@ def check_verdict(project: Project) -> Verdict:
             tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
             confirm_verdict(layout, settings, tasks, verdict)
         return verdict
+
+
+def find_verdict(project: Project) -> Verdict:
+    """Return the verdict on file if it still holds (`check_verdict`); otherwise run the stage. See `gate`."""
+    try:
+        return check_verdict(project)
+    except GateError:
+        return gate(project)
 
 
 def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ratchet.config import params_file
 from ratchet.config.base import Base
@@ -25,10 +26,11 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Rule,
 )
-from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings
+from ratchet.config.prepare import Prepare
 from ratchet.config.promote import Promote
 from ratchet.config.settings import Settings
-from ratchet.config.train import Train
+from ratchet.config.sweep import ObjectiveSettings, Sweep
+from ratchet.config.train import Objective, Train
 from ratchet.data import splits
 from ratchet.data.conversation import SourceRow, missing_part_reason
 from ratchet.data.sources import SourceReader
@@ -40,6 +42,12 @@ from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
+
+EXAMPLES = next(
+    folder for folder in (Path(__file__).parents[1] / "examples", Path(__file__).parents[3] / "examples")
+    if folder.is_dir()
+)  # fmt: skip
+"""Example projects: in the package where Ratchet was installed from a wheel, else in the clone."""
 
 TINY_BASE_TEXT = Path(splits.__file__).with_name("help.txt.gz")
 """Plain text on which the tiny base is pre-trained: help pages, notes about products, and everyday sentences."""
@@ -53,8 +61,9 @@ rows; a larger margin would accept a clearly worse model. Between the two, the m
 detect."""
 
 KEPT_FROM_DVC = (
-    "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores",
-    "experiments/sweeps", "experiments/distillation_shards", "mlruns", ".ratchet",
+    "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/push", "experiments/queue",
+    "experiments/runs", "experiments/scores", "experiments/sweeps", "experiments/distillation_shards", "mlruns",
+    ".ratchet",
 )  # fmt: skip
 """Paths that change while stages run, or that must stay on this machine."""
 
@@ -66,9 +75,8 @@ IGNORED = "".join(
     f"/{name}\n"
     for name in (
         ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "distillation_shards",
-        "evaluate", "export",
-        "gate", "generations", "noise", "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores",
-        "train",
+        "evaluate", "export", "gate", "generations", "noise", "pages", "profiles", "push", "queue", "sweeps",
+        "quantization", "report", "runs", "scores", "start_weights", "train",
     )
 )  # fmt: skip
 """Entries of experiments/.gitignore: outputs of stages, and files that belong to one machine."""
@@ -82,8 +90,12 @@ class InitDataSummary:
     splits: Counter[str] = field(default_factory=Counter)
     conversations: int = 0
     """Number of rows with more than one user message."""
+    pairs: int = 0
+    """Number of rows with a rejected answer too."""
     all_rows: int = 0
     """Number of rows, unusable ones included."""
+    schema_name: str | None = None
+    """Detected format of the rows; None without data."""
 
     @property
     def rows(self) -> int:
@@ -92,7 +104,7 @@ class InitDataSummary:
     @property
     def has_labels(self) -> bool:
         """Whether the responses look like labels: at most 100 characters each, with at least 5 rows each on average."""
-        short = max(map(len, self.responses)) <= 100
+        short = max(map(len, self.responses)) <= 100 and not self.pairs
         return short and 2 <= len(self.responses) <= min(MAX_LABELS, self.rows // 5)
 
 
@@ -100,70 +112,71 @@ class InitResult(Record):
     """Result of `ratchet init`."""
 
     directory: Path
+    example: str | None
+    """The example whose settings were used."""
     rows: int
+    """0 if no data was given."""
     unusable_rows: int
     """Malformed rows, and rows without prompt or response."""
-    schema_name: str
+    schema_name: str | None
     """Detected format of the rows, such as `columns` or `sharegpt`."""
     task: str
-    """`labels` or `text` (prepare.task)."""
+    """`labels`, `text` or `preferences` (prepare.task)."""
     base: str
     key: str
     """Beginning of the signing key's fingerprint."""
 
 
-def init(
+def init(  # noqa: PLR0913 (keyword arguments of a public function)
     directory: str | Path,
-    data: str | Path,
+    data: str | Path | None = None,
     *,
+    example: str | None = None,
     prompt: str | None = None,
     response: str | None = None,
-    base: str = TINY,
+    base: str | None = None,
     revision: str | None = None,
 ) -> InitResult:
     """Create a project directory with settings, stages, and git and DVC repositories, ready for `dvc repro`.
 
     Args:
         directory: a new or empty directory.
-        data: rows to learn from; copied into the project.
+        data: rows to learn from; copied into the project. May be None with an example; add rows to data/raw then.
+        example: an example project (`list_examples`), whose settings are used; None: settings that fit the data.
         prompt: column with the user's text; None: detected.
         response: column with the answer or label; None: detected.
-        base: `tiny`, a hub id or a directory.
+        base: `tiny`, a hub id or a directory; None: that of the example, or `tiny`.
         revision: commit, tag or branch of a hub id.
 
     Raises:
         DataError: the data cannot be read, or a column is missing.
-        SettingsError: the directory is not empty, or the two columns are not different.
+        SettingsError: the directory is not empty, the example is unknown, neither data nor an example is given, or
+            the two columns are not different.
         InputError: git or DVC failed.
     """
-    directory, data = Path(directory), Path(data)
+    directory, data = Path(directory), None if data is None else Path(data)
     target = directory.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
-    if not data.is_file():
-        raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
     columns = (prompt, response)
-    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
-        raise SettingsError(
-            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
-        )
-    base_settings = _base_settings(base, revision)
+    _check_arguments(directory, data, example, columns)
+    base_settings = None  # that of the example
+    if base is not None or example is None:
+        base_settings = _base_settings(TINY if base is None else base, revision)
+    elif revision is not None:
+        raise SettingsError(f"--revision {revision}: name its base too, with --base")
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     layout = ProjectLayout(scratch)
     try:
         scratch.mkdir(parents=True)
         for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
             folder.mkdir(parents=True)
-        shutil.copyfile(data, layout.raw / data.name)
-        prepare = Prepare(
-            sources=(SourceSettings(files=f"data/raw/{data.name}"),),
-            columns=ColumnSettings(prompt=prompt, response=response),
-        )
-        reader = SourceReader(layout.root, prepare)
-        summary = _summarize_data(reader, prepare)
-        model_name = re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-")
-        settings = suggest_settings(prepare, summary, base_settings, model_name)
-        _write_files(layout, settings)
+        if data is not None:
+            shutil.copyfile(data, layout.raw / data.name)
+        model_name = re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-") or "ratchet-model"
+        params, summary = _choose_params(layout, example, data, columns, base_settings, model_name)
+        settings = params_file.parse(params)
+        _write_files(layout, params, settings)
+        if example is not None:
+            shutil.copyfile(EXAMPLES / example / "README.md", layout.root / "README.md")
         key = keys.create_key_pair(layout)
         dvc = [sys.executable, "-m", "dvc"]
         # Nothing is committed: the user does that.
@@ -171,7 +184,7 @@ def init(
             ["git", "init", "-q"],
             [*dvc, "init", "-q"],
             [*dvc, "config", "core.analytics", "false"],
-            [*dvc, "add", "-q", "data/raw"],
+            *([[*dvc, "add", "-q", "data/raw"]] if data is not None else []),
             ["git", "add", "-A"],
         ):
             _run_command(scratch, command)
@@ -181,19 +194,68 @@ def init(
     except OSError as error:
         raise SettingsError(f"{directory}: cannot be created ({error.strerror}: {error.filename})") from None
     except DataError as error:  # name the file and the flags that the user typed
-        text = str(error).replace(f"data/raw/{data.name}", str(data)).replace("prepare.columns.prompt", "--prompt")
-        raise DataError(text.replace("prepare.columns.response", "--response")) from None
+        text = str(error).replace(f"data/raw/{data.name if data else ''}", str(data))
+        text = text.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
+        raise DataError(text) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return InitResult(
         directory=directory,
+        example=example,
         rows=summary.all_rows,
         unusable_rows=summary.all_rows - summary.rows,
-        schema_name=reader.schema_descriptions[0],
+        schema_name=summary.schema_name,
         task=settings.prepare.task,
         base=settings.base.source,
         key=key.fingerprint[:SHOWN_DIGITS],
     )
+
+
+def _check_arguments(
+    directory: Path, data: Path | None, example: str | None, columns: tuple[str | None, str | None]
+) -> None:
+    target = directory.resolve()
+    if example is not None and example not in list_examples():
+        raise SettingsError(f"--example {example}: no such example; expected one of: {', '.join(list_examples())}")
+    if data is None and example is None:
+        raise SettingsError("--data: missing; name a file with rows, or an example with --example")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
+    if data is not None and not data.is_file():
+        raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
+    prompt, response = columns
+    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
+        raise SettingsError(
+            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
+        )
+
+
+def _choose_params(
+    layout: ProjectLayout, example: str | None, data: Path | None, columns: tuple[str | None, str | None],
+    base: Base | None, model_name: str,
+) -> tuple[str, InitDataSummary]:  # fmt: skip
+    """Return the text of params.yaml, of the example or suggested for the data, and a summary of the data."""
+    changes: dict[str, Any] = {"promote.model_name": model_name}
+    if data is not None:
+        changes["prepare.sources"] = (f"data/raw/{data.name}",)
+    if columns != (None, None):
+        changes |= {"prepare.columns.prompt": columns[0], "prepare.columns.response": columns[1]}
+    if base is not None:
+        changes |= {"base.source": base.source, "base.revision": base.revision}
+    if example is None:
+        prepare = params_file.apply_changes(Settings(), changes).prepare
+        summary = _summarize_data(SourceReader(layout.root, prepare), prepare)
+        return params_file.dump_short(suggest_settings(prepare, summary, base or Base(), model_name)), summary
+    params = params_file.amend_text((EXAMPLES / example / "params.yaml").read_text(encoding="utf-8"), changes)
+    if data is None:
+        return params, InitDataSummary()
+    prepare = params_file.parse(params).prepare
+    return params, _summarize_data(SourceReader(layout.root, prepare), prepare)
+
+
+def list_examples() -> list[str]:
+    """Return the names of the example projects."""
+    return sorted(path.parent.name for path in EXAMPLES.glob("*/params.yaml"))
 
 
 def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
@@ -204,15 +266,17 @@ def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
         if isinstance(row, SourceRow) and missing_part_reason(row) is None:
             summary.responses[row.conversation.response] += 1
             summary.splits[splits.assign_split(row.conversation.prompt, prepare.split)] += 1
+            summary.pairs += row.conversation.rejected is not None
             summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
         source = prepare.sources[0].files
         raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
+    summary.schema_name = reader.schema_descriptions[0]
     return summary
 
 
-def _write_files(layout: ProjectLayout, settings: Settings) -> None:
-    files.write_atomic(layout.params, params_file.dump_short(settings))
+def _write_files(layout: ProjectLayout, params: str, settings: Settings) -> None:
+    files.write_atomic(layout.params, params)
     schema = layout.root / params_file.SCHEMA_FILE  # with it, editors complete and check params.yaml
     schema.parent.mkdir(exist_ok=True)
     files.write_atomic(schema, json.dumps(params_file.build_json_schema(), ensure_ascii=False) + "\n")
@@ -226,6 +290,7 @@ def _write_files(layout: ProjectLayout, settings: Settings) -> None:
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
+    files.write_atomic(layout.root / ".gitignore", "/dvc_plots\n")  # pages of `dvc plots show`
     files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
 
 
@@ -259,14 +324,19 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         prepare, epochs = prepare.model_copy(update={"max_tokens": 512}), 1
         evaluate = Evaluate(generation_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16))
         rules = Gate().rules
-    # For a real base the user chooses formats, because each format takes time and disk space.
-    train, export = Train(epochs=epochs), Export()
+    if summary.pairs:
+        prepare, rules = prepare.model_copy(update={"task": "preferences"}), _preference_rules()
+    objective: Objective = "dpo" if summary.pairs else "sft"
+    # For a real base the user chooses formats, because each format takes time and disk space. Preferences need a lower
+    # rate than answers: the loss falls as soon as the model avoids the rejected answers, also by avoiding all answers.
+    rate = 2e-5 if summary.pairs else Train().learning_rate
+    train, export = Train(objective=objective, epochs=epochs, learning_rate=rate), Export()
     if base.source == TINY:
         # A tiny base needs a larger adapter and a higher rate. On the bundled requests, a rate of 0.001 for 5 epochs
         # gives 92 % accuracy and leaves the perplexity of general text unchanged. A rate of 0.002 for 3 epochs gives
         # 90 % accuracy and raises the perplexity by 12 %; 0.0005 for 3 epochs gives 34 % accuracy.
         epochs = 5 if summary.has_labels else 1
-        train = Train(rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
+        train = Train(objective=objective, rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
         export = Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
         # The tiny base knows only the project's own texts: with a vocabulary of 2,048 tokens, its perplexity of general
         # English was 837 to 2,446 in our experiments, and rose by 79 % on banking77 while accuracy gained 76 %.
@@ -278,7 +348,20 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         evaluate=evaluate,
         export=export,
         gate=Gate(rules=rules),
-        promote=Promote(model_name=name or "ratchet-model"),
+        promote=Promote(model_name=name),
+        sweep=Sweep(objectives=(ObjectiveSettings(metric="preference_accuracy"),)) if summary.pairs else Sweep(),
+    )
+
+
+def _preference_rules() -> tuple[Rule, ...]:
+    """Return rules for pairs: the candidate must prefer more of the chosen answers than the base."""
+    metric = "preference_accuracy"
+    return (
+        MustImproveRule(rule="must_improve", metric=(metric,), over="base"),
+        MustNotRegressRule(rule="must_not_regress", metric=metric, against="champion", margin=0.05),
+        MustNotRegressRule(rule="must_not_regress", metric=metric, against="anchor", margin=0.05),
+        ForgettingRule(rule="forgetting"),
+        ExportParityRule(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
     )
 
 

@@ -13,22 +13,23 @@ import numpy as np
 
 from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
-from ratchet.console.terminal import ProgressFunction, show_progress
 from ratchet.data import dataset_card, sources, token_files
 from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow, extract_text
 from ratchet.data.ingest import RowIngestion
 from ratchet.data.leakage import BenchmarkIndex
 from ratchet.data.selection import RowSelection, select_rows
+from ratchet.data.semantic_duplicates import SETTING, Embedder
 from ratchet.data.sources import SourceReader
 from ratchet.data.splits import SPLITS, TEST, TRAIN
-from ratchet.data.token_files import SCHEMA, SplitFingerprints, SplitWriters
+from ratchet.data.token_files import SplitFingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.evaluation import harness
 from ratchet.models import base_model
-from ratchet.reports import data_card_page
+from ratchet.reports import data_card_page, dvc_files
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records import base
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -50,22 +51,19 @@ def prepare(project: Project) -> DatasetCard:
     layout, settings = project.layout, project.settings
     with project.lock("prepare"):
         base = BaseCard.load(layout.base_card)
-        path = base_model.locate(layout, base)
-        tokenizer = base_model.load_tokenizer(path, layout.chat_template, base.added_tokens, base.remote_code)
+        tokenizer = base_model.load_project_tokenizer(layout, base)
         reader = SourceReader(layout.root, settings.prepare)
         from_teacher = [card is not None for card in reader.teacher_cards]
         benchmarks = _load_benchmarks(layout, settings)
+        embedder = _load_embedder(layout, settings)
         with files.sealed_directory(layout.data, "data") as scratch:
             temporary = scratch / ".aside"
             temporary.mkdir()
-            with (
-                closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion,
-                show_progress("prepare") as progress,
-            ):
-                ingestion.ingest(_count_rows(reader.rows(), progress))
-                selection = select_rows(ingestion, settings.prepare, lambda rows: progress("rows compared", rows, None))
+            with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion:
+                ingestion.ingest(_count_rows(reader.rows()))
+                selection = select_rows(ingestion, settings.prepare, embedder)
                 _check_splits(settings.prepare, ingestion, selection)
-                fingerprints = _write_splits(ingestion, selection, scratch, progress)
+                fingerprints = _write_splits(ingestion, selection, scratch)
             shutil.rmtree(temporary)
             card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
             template = digests.hash_bytes(str(tokenizer.chat_template).encode())
@@ -73,6 +71,9 @@ def prepare(project: Project) -> DatasetCard:
             identity = {"digest": digest, "fields_digest": fields_digest, "base_digest": base.digest}
             card = card.model_copy(update=identity | {"template": template})
             card.save(scratch / layout.dataset_card.name)
+            dropped_rows = sum(drop.count for drop in card.dropped.values())
+            figures = {"training_rows": card.splits["train"], "dropped_rows": dropped_rows}
+            dvc_files.write_metrics(scratch, figures)
             data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
         return card
 
@@ -87,18 +88,25 @@ def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkInde
     return BenchmarkIndex(documents, leakage.ngram_words) if documents else None
 
 
-def _count_rows(
-    rows: Iterator[SourceRow | MalformedRecord], progress: ProgressFunction
-) -> Iterator[SourceRow | MalformedRecord]:
+def _load_embedder(layout: ProjectLayout, settings: Settings) -> Embedder | None:
+    if (name := settings.prepare.semantic_duplicates.model) is None:
+        return None
+    return Embedder(sources.require_watched_path(layout.root, name, ("data/raw",), SETTING), name)
+
+
+def _count_rows(rows: Iterator[SourceRow | MalformedRecord]) -> Iterator[SourceRow | MalformedRecord]:
+    count = 0
     for count, row in enumerate(rows, start=1):
         if count % 512 == 0:
-            progress("rows read", count, None)
+            report_progress("rows read", count)
         yield row
+    report_progress("rows read", count, count)
 
 
 def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSelection) -> None:
     """Raise DataError if the rows cannot be used, before anything is written."""
     ingestion.passthrough.check()
+    ingestion.quality.check()
     ledger = ingestion.ledger
     ledger.check(
         settings.drop_limits,
@@ -127,11 +135,9 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
         )
 
 
-def _write_splits(
-    ingestion: RowIngestion, selection: RowSelection, folder: Path, progress: ProgressFunction
-) -> SplitFingerprints:
+def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path) -> SplitFingerprints:
     """Write the splits, and the test rows as documents. Returns the fingerprints of the splits."""
-    writers = SplitWriters(folder)
+    writers = SplitWriters(folder, ingestion.has_pairs)
     split_of_row = np.where(selection.kept, selection.split, -1)
     written = 0
     with (folder / "test.jsonl").open("w", encoding="utf-8") as documents:
@@ -141,12 +147,12 @@ def _write_splits(
                 indices = np.flatnonzero(split_of_row[rows] == code)
                 if code == TRAIN:
                     indices = np.repeat(indices, selection.copies[rows[indices]])
-                part = table.take(indices).select(SCHEMA.names)
+                part = table.take(indices).select(writers.schema.names)
                 writers.write(name, part)
                 if code == TEST:
                     documents.writelines(_format_documents(part))
             written += len(rows)
-            progress("rows written", written, len(split_of_row))
+            report_progress("rows written", written, len(split_of_row))
     return writers.close()
 
 

@@ -1,11 +1,13 @@
 """A project: its directory and its settings. Every stage takes a `Project`."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config.extras import require_libraries
+from ratchet.errors import SettingsError
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 
@@ -19,20 +21,25 @@ HARNESS_METRICS = frozenset({"bleu", "chrf", "rouge"})
 class Project:
     """A directory with params.yaml and dvc.yaml, and the settings in params.yaml.
 
+    Environment variables such as `RATCHET__TRAIN__RANK=8` replace settings of params.yaml, and overrides replace both.
+
     Args:
         path: the project's directory, or a directory inside it.
         overrides: settings to use in place of those in params.yaml, by dotted name: `{"train.rank": 16}`.
 
     Raises:
         ProjectError: there is no project at this path.
-        SettingsError: params.yaml or an override is not valid; the message lists every problem.
+        SettingsError: params.yaml, a variable or an override is not valid; the message lists every problem. Or a
+            variable changes results in a stage of DVC, which would not notice it.
     """
 
     def __init__(self, path: str | Path = ".", overrides: Mapping[str, Any] | None = None) -> None:
         from ratchet.config import params_file  # loads pydantic, which takes 0.1 s that `ratchet --help` saves
 
         self.layout = ProjectLayout.find(Path(path))
-        self.settings = params_file.load(self.layout.params, overrides)
+        self.settings = params_file.load(self.layout.params, overrides, os.environ)
+        if "DVC_STAGE" in os.environ:
+            require_tracked_settings(self.layout, self.settings, overrides)
 
     @classmethod
     def from_parts(cls, layout: ProjectLayout, settings: "Settings") -> "Project":
@@ -63,14 +70,49 @@ class Project:
         return f"Project({str(self.root)!r})"
 
 
-def open_project_or_defaults(path: Path) -> "tuple[ProjectLayout | None, Settings]":
-    """Open the project of `--project`. Outside a project, where some commands also work, return (None, defaults)."""
+def require_tracked_settings(
+    layout: ProjectLayout,
+    settings: "Settings",
+    overrides: Mapping[str, Any] | None = None,
+    sections: Container[str] | None = None,
+) -> None:
+    """Require that environment variables change nothing in these sections (None: all but `machine`).
+
+    DVC compares params.yaml with dvc.lock. It would store the result of another value as that of params.yaml, and
+    return it from its cache later.
+
+    Raises:
+        SettingsError: a variable changes a setting of these sections.
+    """
+    from ratchet.config import params_file
+
+    tracked = params_file.load(layout.params, overrides)
+    for key in params_file.read_variables(os.environ):
+        section, variable = key.partition(".")[0], params_file.name_variable(key)
+        is_concerned = section != "machine" if sections is None else section in sections
+        if is_concerned and getattr(settings, section) != getattr(tracked, section):
+            raise SettingsError(
+                f"{variable}: DVC does not see this variable, so it would store the result as that of params.yaml; "
+                f"unset it, and change params.yaml or use `dvc exp run -S '{key}={os.environ[variable]}'`"
+            )
+
+
+def open_project_or_defaults(
+    path: Path, overrides: Mapping[str, Any] | None = None
+) -> "tuple[ProjectLayout | None, Settings]":
+    """Open the project of `--project`. Outside a project, where some commands also work, return (None, defaults).
+
+    `overrides` are settings that replace those of the project, by dotted name.
+    """
+    from ratchet.config import params_file
     from ratchet.config.settings import Settings
 
     here = Path.cwd()
     if path == Path() and not any((folder / "params.yaml").is_file() for folder in (here, *here.parents)):
-        return None, Settings()
-    project = Project(path)
+        return None, params_file.parse(
+            params_file.dump(Settings()), name="", overrides=overrides, environment=os.environ
+        )
+    project = Project(path, overrides)
     return project.layout, project.settings
 
 

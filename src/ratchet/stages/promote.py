@@ -27,7 +27,8 @@ from ratchet.storage.records.base import Record
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion, Verdict, read_champion
-from ratchet.tracking.mlflow.registry import MlflowModelRegistry
+from ratchet.tracking.mlflow.model_files import DIGEST_TAG
+from ratchet.tracking.mlflow.registry import MlflowModelRegistry, MlflowModelVersion
 
 SMOKE_TEST_TIMEOUT_S = 600.0
 
@@ -79,31 +80,29 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
     from ratchet.stages.callbacks import notify_promotions
 
     layout, settings = project.layout, project.settings
-    reason = ledger.normalize_reason(options.reason)
-    if options.force and reason is None:
-        raise SettingsError("--force needs a reason: add --reason TEXT")
-    if reason is not None and not options.force:
-        raise SettingsError("--reason is only used with --force: give both or neither")
+    reason = ledger.check_forced_reason(options.force, options.reason)
     outbox.check_hooks(settings.promote.hooks)
     with notify_promotions(project), _acquire_lock(layout, options):
-        if options.dry_run and (interrupted := _plan_recovery(layout)):
+        registry = MlflowModelRegistry.open(layout, settings)
+        if options.dry_run and (interrupted := _plan_recovery(layout, registry)):
             return interrupted
-        notes = [] if options.dry_run else recover_interrupted(layout)
+        notes = [] if options.dry_run else recover_interrupted(layout, registry)
         verdict, bundle = Verdict.load(layout.verdict), ModelBundle.load(layout.bundle)
         files.verify_sealed(layout.gate, "gate")
         exported = model_store.verify_export(layout)
-        before = _load_champion_file(layout)
-        registry = MlflowModelRegistry(layout, settings.promote.model_name)
+        before = _load_champion_file(layout, registry)
+        folder = layout.promoted_model(bundle.model_digest)
         is_champion = before.champion is not None and before.champion.model_digest == bundle.model_digest
         is_anchor = before.anchor and before.champion and before.anchor.version == before.champion.version
         if before.champion is not None and is_champion and (is_anchor or not options.anchor):
             check_alias(layout, registry, before, target=None)
-            problem = signature.find_problem(layout, layout.promoted_model(bundle.model_digest))
+            problem = signature.find_problem(layout, folder)
             if options.dry_run:
                 repair = (f"copy the model from {layout.export} and sign it again: {problem}",) if problem else ()
                 return PromotionResult(champion=before.champion, replaced=before.champion, plan=repair)
             if problem is not None:  # a byte changed, or the signer is no longer trusted
                 signer, signer_notes = _store_model(layout, settings, bundle, exported, before.champion.forced)
+                registry.ensure_version(bundle.model_digest, folder, bundle.run_id, {})  # a server gets the new files
                 notes += [*signer_notes, f"{problem}: copied again from {layout.export}, signed by {signer}"]
             return _build_result(layout, champion=before.champion, replaced=before.champion, notes=tuple(notes))
         report = EvaluationReport.load(layout.eval_report)
@@ -131,16 +130,15 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             previous_version=before.champion.version if before.champion else None, decision=verdict.decision,
             reason=reason, is_anchor=options.anchor or (before.anchor is None and not is_forced),
-            hooks=settings.promote.hooks,
+            hooks=settings.promote.hooks, server=registry.server,
             description=promotion.describe_version(champion, actor, time, bundle, verdict, report),
         )  # fmt: skip
-        folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
             plan = promotion.plan_steps(layout, intent, registered, *first_steps)
             return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
         _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced)
-        page = model_store.gate_page_path(layout, bundle.model_digest).as_uri()
+        page = None if registry.server else model_store.gate_page_path(layout, bundle.model_digest).as_uri()
         tags = promotion.model_tags(bundle, verdict, report, page)
         entry, event = promotion.execute_promotion(
             layout,
@@ -170,9 +168,9 @@ def rollback(
 
     Raises:
         SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
-        ChampionError: the version does not exist; its model is missing, damaged, not signed by a trusted key, or fails
-            the smoke test; the champion changed meanwhile; or champion file and registry name different versions, and
-            neither is the version to restore.
+        ChampionError: the version does not exist or was never champion; its model is missing, damaged, not signed by a
+            trusted key, or fails the smoke test; the champion changed meanwhile; or champion file and registry name
+            different versions, and neither is the version to restore.
         DamagedFileError: the ledger is damaged.
         LockHeldError: another promotion is running.
         TrackingError: MLflow's database cannot be used.
@@ -185,20 +183,22 @@ def rollback(
     reason = ledger.normalize_reason(options.reason)
     outbox.check_hooks(settings.promote.hooks)
     with notify_promotions(project), _acquire_lock(layout, options):
-        if options.dry_run and (interrupted := _plan_recovery(layout)):
+        registry = MlflowModelRegistry.open(layout, settings)
+        if options.dry_run and (interrupted := _plan_recovery(layout, registry)):
             return interrupted
-        notes = [] if options.dry_run else recover_interrupted(layout)
-        before = _load_champion_file(layout)
-        registry = MlflowModelRegistry(layout, settings.promote.model_name)
+        notes = [] if options.dry_run else recover_interrupted(layout, registry)
+        before = _load_champion_file(layout, registry)
         if version is None and not before.previous:
             raise ChampionError(f"{layout.champion}: there is no previous champion to roll back to")
         target = before.previous[0].version if version is None else version
         alias = check_alias(layout, registry, before, target=target)
-        champion = _load_registered(registry, before, target)
+        champion = _load_promoted(layout, registry, before, target)
         if before.champion and before.champion.version == target and alias == target:
             if options.dry_run:
                 return PromotionResult(champion=champion, replaced=champion)
             return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
+        if not layout.promoted_model(champion.model_digest).is_dir():
+            registry.fetch_model(champion.model_digest)
         folder = model_store.verify_version(layout, champion)
         if problem := signature.find_problem(layout, folder.parent):
             raise ChampionError(
@@ -209,7 +209,7 @@ def rollback(
             id=promotion.new_event_id(), time=promotion.utc_now(), action="rollback",
             actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
             champion=champion, alias=alias, previous_version=before.champion.version if before.champion else None,
-            decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks,
+            decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks, server=registry.server,
         )  # fmt: skip
         if options.dry_run:
             checked = f"{version_label(champion)} is complete, signed, loads and answers (checked now)"
@@ -263,15 +263,38 @@ def _acquire_lock(layout: ProjectLayout, options: PromoteOptions) -> AbstractCon
     return promotion.acquire_lock(layout)
 
 
-def recover_interrupted(layout: ProjectLayout) -> list[str]:
-    """Finish or drop an interrupted promotion. Returns a sentence about it, if there was one."""
-    text = promotion.recover_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
-    return [text] if text else []
+def recover_interrupted(layout: ProjectLayout, registry: MlflowModelRegistry) -> list[str]:
+    """Finish or drop an interrupted promotion of this project, and finish one of another person on the server.
+
+    Returns a sentence about each.
+    """
+    text = promotion.recover_interrupted(layout, lambda intent: _open_registry(intent, registry))
+    notes = [text] if text else []
+    if (entry := registry.complete_newest()) is not None:
+        notes.append(
+            f"the {entry.action} of version {entry.version} by {entry.actor}, {entry.time}, was not complete on "
+            f"{registry.where}: completed"
+        )
+    return notes
 
 
-def _plan_recovery(layout: ProjectLayout) -> PromotionResult | None:
+def _open_registry(intent: PromotionIntent, registry: MlflowModelRegistry) -> MlflowModelRegistry:
+    """Return the registry of an interrupted command. Raises ChampionError if it is not the one in use now."""
+    if intent.server != registry.server:
+        used, now = intent.server or "the project's own registry", registry.server or "the project's own registry"
+        raise ChampionError(
+            f"{registry.layout.promotion_intent}: the {intent.action} that {intent.actor} started on {intent.time} was "
+            f"interrupted; it used {used}, but registered models are now in {now}. Use the former (docs/promotion.md), "
+            "and repeat the command"
+        )
+    if intent.model_name == registry.model_name:
+        return registry
+    return MlflowModelRegistry(registry.layout, intent.model_name, registry.server)
+
+
+def _plan_recovery(layout: ProjectLayout, registry: MlflowModelRegistry) -> PromotionResult | None:
     """Return the steps of a dry run after an interrupted command; None if no command was interrupted."""
-    interrupted = promotion.find_interrupted(layout, lambda model_name: MlflowModelRegistry(layout, model_name))
+    interrupted = promotion.find_interrupted(layout, lambda intent: _open_registry(intent, registry))
     if interrupted is None:
         return None
     step = "finish" if interrupted.is_committed else "drop"
@@ -299,8 +322,23 @@ def _store_model(
     return signer.name, (signer.notice,) if signer.notice else ()
 
 
-def _load_champion_file(layout: ProjectLayout) -> ChampionFile:
-    """Load the champion file. Raises DamagedFileError if it does not match the ledger."""
+def _load_champion_file(layout: ProjectLayout, registry: MlflowModelRegistry) -> ChampionFile:
+    """Load the champion file.
+
+    Raises:
+        DamagedFileError: the champion file does not match the ledger, or the ledger contradicts that of the server.
+        ChampionError: the server has newer promotions.
+    """
+    if registry.shared is not None:
+        shared = registry.shared.read()
+        entries = ledger.read_entries(layout.promotions)
+        if missing := ledger.find_missing(layout.promotions, entries, shared, registry.where):
+            newest = missing[-1]
+            raise ChampionError(
+                f"{layout.champion}: {newest.actor} made version {newest.version} (model {newest.model_digest[:12]}) "
+                f"champion on {registry.where} ({newest.action}, {newest.time}), and this project has not fetched it: "
+                "`ratchet promotions` does; then compare with it: `dvc repro`. Nothing was changed"
+            )
     file = read_champion(layout.champion)
     ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
     return file
@@ -354,28 +392,50 @@ def check_alias(
     if champion is not None:
         registered = registry.version(champion.version)
         if registered is None or registered.model_digest != champion.model_digest:
+            advice = "Git does not track mlruns/: copy it from the machine where that version was promoted"
+            if registry.server is not None:
+                own = f"MLFLOW_REGISTRY_URI=sqlite:///{layout.mlflow_database}"
+                advice = f"If it was promoted in the project's own registry, keep that one: {own}"
             raise ChampionError(
-                f"{layout.champion} names {version_label(champion)}, which is not in the registry {layout.mlruns}. "
-                "Git does not track mlruns/: copy it from the machine where that version was promoted. If it is lost, "
-                f"start without a champion: echo {{}} > {layout.champion}; dvc repro"
+                f"{layout.champion} names {version_label(champion)}, which is not in the registry {registry.where}. "
+                f"{advice}. If it is lost, start without a champion: echo {{}} > {layout.champion}; dvc repro"
             )
     number = champion.version if champion else None
     if number == alias or (target is not None and target in (number, alias)):
         return alias
-    commands = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
     at_alias = registry.version(alias) if alias is not None else None
+    versions = [number] if number is not None else []
+    if at_alias is not None and _was_champion(layout, registry, at_alias):
+        versions.append(at_alias.number)
+    commands = " or ".join(f"`ratchet rollback {version}`" for version in versions)
     promoted_by = at_alias.tags.get("ratchet.promoted_by") if at_alias else None
     by = f", promoted by {promoted_by}" if promoted_by is not None else ""
     in_file = version_label(champion) if champion else "no champion"
     raise ChampionError(
         f"{layout.champion} names {in_file}, but the registry's alias points "
         f"to {'no version' if alias is None else f'version {alias}{by}'}. Either another checkout promoted it (then "
-        f"pull its commit), or one of the two was changed by hand (then choose one: {commands})"
+        f"pull its commit), or one of the two was changed by hand (then "
+        + (f"choose one: {commands})" if commands else f"remove the alias in {registry.where})")
     )
 
 
-def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: int) -> Champion:
-    """Load a version from the registry. Raises ChampionError if this version is not registered."""
+def _was_champion(layout: ProjectLayout, registry: MlflowModelRegistry, version: MlflowModelVersion) -> bool:
+    """Return whether the ledger has this version; or, for an own registry, whether another checkout promoted it."""
+    entries = ledger.read_entries(layout.promotions)
+    is_in_ledger = any((e.version, e.model_digest) == (version.number, version.model_digest) for e in entries)
+    needed = {promotion.EVENT, promotion.ADAPTER, promotion.RUN}
+    return is_in_ledger or (registry.server is None and needed <= version.tags.keys())
+
+
+def _load_promoted(layout: ProjectLayout, registry: MlflowModelRegistry, file: ChampionFile, number: int) -> Champion:
+    """Load a version that was champion before.
+
+    The ledger says what its model is and whether it was forced, because everybody who may write to the registry can
+    change tags. Tags count only for a version that another checkout with the same `mlruns/` promoted.
+
+    Raises:
+        ChampionError: the version is not registered, is registered for another model, or was never champion.
+    """
     registered = registry.version(number)
     if registered is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
@@ -383,6 +443,21 @@ def _load_registered(registry: MlflowModelRegistry, file: ChampionFile, number: 
     recorded = promotion.find_version(file, number)
     if recorded and recorded.model_digest == registered.model_digest:
         return recorded
+    entries = ledger.read_entries(layout.promotions)
+    named = [entry for entry in entries if entry.version == number]
+    if same := [entry for entry in named if entry.model_digest == registered.model_digest]:
+        return ledger.champion_of(same[-1], entries)
+    if named:
+        raise ChampionError(
+            f"version {number} of {registry.model_name} has model {registered.model_digest[:12]} in "
+            f"{registry.where}, but {layout.promotions} has {named[-1].model_digest[:12]}: tag {DIGEST_TAG} of the "
+            "version was changed by hand, or the registry is another one; the champion is unchanged"
+        )
+    if not _was_champion(layout, registry, registered):
+        raise ChampionError(
+            f"version {number} of {registry.model_name} was never champion, so it is no target of a rollback; "
+            "`ratchet promotions` lists those that were"
+        )
     tags = registered.tags
     return Champion(
         version=number,

@@ -1,5 +1,6 @@
 """`ratchet promotions`: reads the history of champions, and checks that ledger, champion file and registry agree."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from ratchet.errors import ChampionError, DamagedFileError
@@ -8,6 +9,7 @@ from ratchet.registry.outbox import HookDelivery
 from ratchet.stages.project import Project
 from ratchet.stages.promote import check_alias, recover_interrupted
 from ratchet.storage import html
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Promotion, read_champion
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
@@ -33,7 +35,8 @@ class PromotionHistory(Record):
 
 
 def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
-    """Read the history. Before that, finish or drop an interrupted promotion and call hooks that wait for an event.
+    """Read the history. Before that, finish or drop an interrupted promotion, fetch promotions that others made on a
+    server, and call hooks that wait for an event.
 
     Args:
         project: section promote of its settings has the hooks.
@@ -47,30 +50,35 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
     from ratchet.stages.callbacks import notify_promotions
 
     layout, settings = project.layout, project.settings
-    with notify_promotions(project):
-        outbox.check_hooks(settings.promote.hooks, require_keys=deliver)
-        problems, notes = list[str](), list[str]()
-        entries: list[Promotion] = []
-        # In a new clone no promotion can be running, and reading creates no folder.
-        with promotion.acquire_lock(layout) if layout.mlruns.is_dir() else nullcontext():
-            try:
-                notes += recover_interrupted(layout)
+    registry = MlflowModelRegistry.open(layout, settings)
+    outbox.check_hooks(settings.promote.hooks, require_keys=deliver)
+    problems, notes = list[str](), list[str]()
+    entries: list[Promotion] = []
+    # In a new clone no promotion can be running, and reading creates no folder.
+    must_lock = layout.mlruns.is_dir() or registry.server is not None
+    with promotion.acquire_lock(layout) if must_lock else nullcontext():
+        try:
+            with notify_promotions(project):
+                notes += recover_interrupted(layout, registry)
+            entries = ledger.read_entries(layout.promotions)
+            if registry.shared is not None:  # outside `notify_promotions`: those who promoted have sent notifications
+                notes += _pull(layout, registry.shared.read(), registry.where)
                 entries = ledger.read_entries(layout.promotions)
-                file = read_champion(layout.champion)
-                ledger.check_champion(layout.promotions, entries, file)
-                if layout.mlflow_database.exists():
-                    check_alias(layout, MlflowModelRegistry(layout, settings.promote.model_name), file, target=None)
-                elif file.champion:
-                    database = layout.mlflow_database
-                    notes.append(f"the alias was not compared: this checkout has no registry ({database})")
-            except (DamagedFileError, ChampionError) as error:
-                problems.append(str(error))
-        if deliver:
-            count = outbox.retry_failed(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0
-            events = html.format_count(count, "event")
-            notes.append(f"calling hooks again for {events}" if count else "no failed hook to call again")
-        if problem := outbox.deliver_pending(layout.outbox, layout.root):
-            notes.append(f"warning: {problem}")
+            file = read_champion(layout.champion)
+            ledger.check_champion(layout.promotions, entries, file)
+            if registry.exists:
+                check_alias(layout, registry, file, target=None)
+            elif file.champion:
+                database = layout.mlflow_database
+                notes.append(f"the alias was not compared: this checkout has no registry ({database})")
+        except (DamagedFileError, ChampionError) as error:
+            problems.append(str(error))
+    if deliver:
+        count = outbox.retry_failed(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0
+        events = html.format_count(count, "event")
+        notes.append(f"calling hooks again for {events}" if count else "no failed hook to call again")
+    if problem := outbox.deliver_pending(layout.outbox, layout.root):
+        notes.append(f"warning: {problem}")
     deliveries = {event.id: event for event in outbox.read_deliveries(layout.outbox)}
     history = []
     for entry in entries:
@@ -79,3 +87,14 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
         pending = tuple(map(outbox.hook_label, event.waiting)) if event else ()
         history.append(PromotionHistoryEntry(promotion=entry, deliveries=results, pending_hooks=pending))
     return PromotionHistory(entries=tuple(history), problems=tuple(problems), notes=tuple(notes))
+
+
+def _pull(layout: ProjectLayout, shared: Sequence[Promotion], server: str) -> list[str]:
+    """Fetch promotions that others made on the server. Returns a sentence about each, and the files to commit."""
+    pulled = promotion.pull_shared(layout, shared, server)
+    notes = [
+        f"fetched from {server}: {entry.action} of version {entry.version} by {entry.actor}, {entry.time}"
+        for entry in pulled
+    ]
+    names = [str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions)]
+    return [*notes, f"commit {' and '.join(names)}"] if notes else []

@@ -4,31 +4,37 @@ Worker processes (tuning/sweep_worker.py) share the study, on this machine and o
 monitors the workers, reports the trials to the terminal and MLflow, and writes the report.
 """
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
-from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter
+from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter, count_finished
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
+from ratchet.models import start_adapter
+from ratchet.redaction import SETTING_PREFIX
 from ratchet.registry.ledger import current_actor
 from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.signals import StopSignal
-from ratchet.stages.project import Project, ignore_progress
+from ratchet.stages.project import Project, ignore_progress, require_tracked_settings
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import VALIDATION_LOSS, VALIDATION_METRICS, ValidationJob, ValidationLaunch
 from ratchet.storage.records.sweep import RequestAction, SweepReport, Trial, TrialRequest
+from ratchet.tracking import telemetry
+from ratchet.tracking.loggers import CreateLogger, LoggerCallbackGroup, create_callback, load_loggers
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
@@ -88,7 +94,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
 
     Args:
         project: section sweep of its settings has the search space.
-        workers: number of trials that run at the same time.
+        workers: number of workers; each runs one trial, or `sweep.concurrent_trials`, at a time.
         fork: start a new study from the trials of the old study, after a change of sweep settings.
         engine: `local`: worker processes on this machine; `ray`: on the Ray cluster of machine.ray.
         chaos: number of workers to kill at random times, as a test.
@@ -107,6 +113,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     if chaos < 0:
         raise SettingsError(f"--chaos: found {chaos}; expected 0 or more workers to kill")
     SearchSpace.from_settings(settings)  # an invalid space is refused before the stages run
+    load_loggers(settings)  # so is a logger without its library
     if settings.machine.replica is not None:
         on_progress(
             "machine.replica: trials are not copied there; `ratchet train` copies the winner when it adopts its run"
@@ -118,7 +125,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
                 "machine.study_storage to its URL, such as postgresql://ratchet@db.example/studies"
             )
         ray_cluster.connect(settings.machine.ray.address)
-    run_outdated_stages(layout, on_progress)
+    run_outdated_stages(project, on_progress)
     require_objective_data(layout, settings)
     with StudySession.open(layout, settings, fork, create=True) as session:
         command = _SweepCommand(session, on_progress, workers, chaos, is_ray=engine == "ray")
@@ -146,32 +153,45 @@ def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
 
 
 def control_trial(
-    project: Project, action: RequestAction, number: int, changes: Mapping[str, Any] | None = None
+    project: Project,
+    action: RequestAction,
+    number: int,
+    changes: Mapping[str, Any] | None = None,
+    is_warm: bool = False,
 ) -> TrialRequestResult:
     """Store a request of a person about a trial in the study. The workers of a running sweep find it within seconds.
 
     A trial that is to stop or pause, and that no worker runs, ends in this call. `changes` are the changed values of a
-    clone, by dotted key.
+    clone, by dotted key. With `is_warm`, the clone starts from the best weights of the trial.
 
     Raises:
-        DataError: there is no study or no such trial, or the state of the trial does not allow the action.
+        DataError: there is no study or no such trial, the state of the trial does not allow the action, or its weights
+            are not on this machine.
         SettingsError: the changed values cannot be used, or the study has other settings than params.yaml.
     """
     layout, settings = project.layout, project.settings
     if action not in trial_requests.DECISIONS:
         raise SettingsError(f"found the action {action!r}; expected one of: {', '.join(trial_requests.DECISIONS)}")
-    if changes and action != "clone":
-        raise SettingsError(f"found changed values for the action {action!r}; expected them for `clone` only")
+    if (changes or is_warm) and action != "clone":
+        what = "changed values" if changes else "trained weights"
+        raise SettingsError(f"found {what} for the action {action!r}; expected them for `clone` only")
     SearchSpace.from_settings(settings)
     with ForkServer() as server, StudySession.open(layout, settings, fork=False, create=False) as session:
         store, actor = session.store, current_actor(layout.root)
         trials = TrialScheduler(layout, settings, store, SweepWorker.current(), server, _do_nothing)
+        start = None
+        if is_warm:
+            source = trial_requests.find_newest(store.study, store.trials(), action, number)
+            if source.run_id is None:
+                raise DataError(f"--clone {number}: trial {number} has not trained, so it has no weights; omit --warm")
+            start = start_adapter.keep_best_weights(layout, RunPaths(layout.runs / source.run_id))
         with store.locked():
             history, requests = store.trials(), store.requests()
             if action == "clone":
                 request = trial_requests.make_clone_request(
-                    store.study, session.space, history, requests, trials.require_run_id, number, changes or {}, actor
-                )
+                    store.study, session.space, history, requests, trials.require_run_id, number, changes or {}, actor,
+                    start,
+                )  # fmt: skip
             else:
                 request = trial_requests.make_request(store.study, history, requests, action, number, actor)
             if request not in requests:
@@ -180,7 +200,7 @@ def control_trial(
             if trial_requests.DECISIONS[action] and _was_run_here(history[request.trial], trials.worker.host):
                 task = trials.take_over(request.trial)
         if task is not None:
-            run_trial(task, layout, trials.worker, StopSignal(), lambda _: server, request)
+            run_trial(task, layout, trials.worker, StopSignal(), lambda *_: nullcontext(server), request)
         return TrialRequestResult(request=request, trial=store.trials()[request.trial])
 
 
@@ -195,18 +215,27 @@ def _write_result(layout: ProjectLayout, session: StudySession) -> SweepResult:
     return SweepResult(report=report, page=folder / PAGE)
 
 
-def run_outdated_stages(layout: ProjectLayout, on_progress: Callable[[str], None]) -> None:
+def run_outdated_stages(project: Project, on_progress: Callable[[str], None]) -> None:
     """Run stages base and prepare if their inputs have changed, so that all trials learn from the same rows.
 
-    In a project without DVC, nothing is done. Raises DataError if a stage fails.
+    In a project without DVC, nothing is done. Raises DataError if a stage fails, and SettingsError if an environment
+    variable has another setting of these stages.
     """
+    layout = project.layout
     if not (layout.root / ".dvc").is_dir():
         return
+    require_tracked_settings(layout, project.settings, sections=("base", "prepare"))
+    machine = params_file.name_variable("machine.")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(SETTING_PREFIX) or name.startswith(machine)
+    }  # the stages would refuse variables of the sections that they do not read
     # DVC refuses to run twice at the same time, so a second `ratchet sweep` waits for the first one.
     on_progress("bringing base and data up to date (`dvc repro prepare`)")
     with FileLock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
-        done = subprocess.run(command, cwd=layout.root, stdout=STDERR, check=False)
+        done = subprocess.run(command, cwd=layout.root, env=environment, stdout=STDERR, check=False)
     if done.returncode:
         raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
 
@@ -232,6 +261,7 @@ class _SweepCommand:
         self._worker_count, self._kill_count, self._is_ray = workers, chaos, is_ray
         self._layout, self._settings = session.layout, session.settings
         self._study = session.store.study
+        telemetry.annotate(sweep=self._study)
         self._folder = self._layout.sweep(self._study)
 
     def run(self, display: LiveSweepTable | SweepLogPrinter | None) -> None:
@@ -248,13 +278,12 @@ class _SweepCommand:
         status: Status = "FAILED"
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal().installed())
-            tracking_sync = self._start_tracking(stack)
+            syncs = self._start_tracking(stack)
             try:
                 status = self._watch(pool, display, stop)
             finally:
                 pool.stop(self._settings.machine.grace_period_s)
-                if tracking_sync is not None:
-                    self._finish_tracking(tracking_sync, status)
+                self._finish_tracking(syncs, status)
         if status == "KILLED":
             ended = sum(trial.is_over for trial in self._session.store.trials())
             raise InterruptedRunError(
@@ -273,9 +302,10 @@ class _SweepCommand:
         self._on_progress(estimate.format())
         pruner, first = settings.sweep.resolved_pruner, estimate.first_pruning
         if pruner.kind != "none" and first > LATE_RUNG * pruner.min_resource_fraction:
+            name = "validate_every_steps" if settings.train.validate_every_epochs is None else "validate_every_epochs"
             self._on_progress(
                 f"the first rung, {pruner.min_resource_fraction:.0%} of a training, is compared at {first:.0%}: a "
-                f"smaller train.validate_every_steps (now {settings.train.validate_every_steps}) saves training"
+                f"smaller train.{name} (now {getattr(settings.train, name)}) saves training"
             )
 
     def _create_pool(self) -> WorkerPool:
@@ -309,6 +339,7 @@ class _SweepCommand:
                     self._last = self._session.report(with_importances=False)
                     for line in final_round_progress.list_news(self._last):
                         self._on_progress(line)
+                report_progress("trials", count_finished(self._last), self._last.planned_trials)
                 if display is not None:
                     display.show(self._last, progress.read(self._last), pool.alive_count)
                 stop.wait(POLL_S, _do_nothing)
@@ -346,19 +377,29 @@ class _SweepCommand:
             return True
         return False
 
-    def _start_tracking(self, stack: ExitStack) -> SweepTrackingSync | None:
-        """Start to report the sweep to MLflow, unless another command on this machine reports it."""
+    def _start_tracking(self, stack: ExitStack) -> list[SweepTrackingSync]:
+        """Start to report the sweep to the loggers, unless another command on this machine reports it."""
         lock = FileLock(self._layout.stage_lock(f"sweep-{self._study}"), f"sweep {self._study}")
         try:
             stack.enter_context(lock.acquire())
         except LockHeldError:
-            self._on_progress(f"another command on this machine reports study {self._study} to MLflow")
-            return None
+            self._on_progress(f"another command on this machine reports study {self._study} to its loggers")
+            return []
+        syncs = []
+        if "mlflow" in self._settings.machine.loggers:
+            syncs.append(self._create_mlflow_sync())
+        if loggers := load_loggers(self._settings):
+            syncs.append(self._create_logger_sync(loggers))
+        for sync in syncs:
+            sync.start()
+        return syncs
+
+    def _create_mlflow_sync(self) -> SweepTrackingSync:
         settings = self._settings
-        tracking = MlflowTracker(self._layout, settings.promote.model_name, settings.machine.tracking_uri)
+        tracking = MlflowTracker.open(self._layout, settings)
         self._sweep_tracker = sweep_tracker = MlflowSweepTracker(tracking, _savings_metrics)
 
-        def create_callback(run_id: str, trial: Trial) -> MlflowRunCallback:
+        def create_mlflow_callback(run_id: str, trial: Trial) -> MlflowRunCallback:
             paths = RunPaths(self._layout.runs / run_id)
             return tracking.create_callback(paths, self._settings, plots.draw_loss_curve, reconcile=False)
 
@@ -367,24 +408,34 @@ class _SweepCommand:
             for note in (*tracking.reconcile(self._layout.runs), *sweep_tracker.reconcile(is_running)):
                 self._on_progress(note)
 
-        sync = SweepTrackingSync(
-            self._layout.runs,
-            lambda: self._session.report(with_importances=False),
-            create_callback,
-            sweep_tracker,
-            reconcile,
-        )
-        sync.start()
-        return sync
+        return SweepTrackingSync(self._layout.runs, self._report, create_mlflow_callback, sweep_tracker, reconcile)
 
-    def _finish_tracking(self, tracking_sync: SweepTrackingSync, status: Status) -> None:
-        """Write the report and send it with the remaining data to MLflow."""
+    def _create_logger_sync(self, loggers: Mapping[str, CreateLogger]) -> SweepTrackingSync:
+        """Create the thread that logs trials to the loggers other than MLflow. They show no study, only its runs."""
+
+        def create_group(run_id: str, trial: Trial) -> LoggerCallbackGroup:
+            run, name_in_study = RunPaths(self._layout.runs / run_id), (self._study, trial.number)
+            return LoggerCallbackGroup(
+                [create_callback(name, create, run, self._settings, name_in_study) for name, create in loggers.items()]
+            )
+
+        return SweepTrackingSync(self._layout.runs, self._report, create_group, None, receiver=", ".join(loggers))
+
+    def _report(self) -> SweepReport:
+        return self._session.report(with_importances=False)
+
+    def _finish_tracking(self, syncs: Sequence[SweepTrackingSync], status: Status) -> None:
+        """Write the report and send it with the remaining data to the loggers."""
+        if not syncs:
+            return
         try:
             report = self._session.report()
         except (StorageError, LockHeldError):  # the storage has failed: MLflow receives the last report
             report = self._last
-        finish = partial(self._sweep_tracker.finish, report, {"": write_report(self._folder, report)}, status)
-        tracking_sync.close(self._settings.machine.tracking_timeout_s, finish)
+        written = {"": write_report(self._folder, report)}
+        for sync in syncs:
+            finish = partial(self._sweep_tracker.finish, report, written, status) if sync.has_tracker else None
+            sync.close(self._settings.machine.tracking_timeout_s, finish)
 
 
 def write_report(folder: Path, report: SweepReport) -> list[Path]:

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ratchet.config.machine import Machine
-from ratchet.errors import InterruptedRunError, SettingsError
-from ratchet.reports import plots
+from ratchet.errors import InterruptedRunError, LockHeldError, SettingsError
+from ratchet.reports import dvc_files, plots
 from ratchet.reports.training_page import format_profile, write_train_page
 from ratchet.runs import status
 from ratchet.runs.callbacks import RunCallback
-from ratchet.runs.directory import RunDirectory, RunPaths, storage_errors
+from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec, storage_errors
 from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
@@ -21,6 +21,7 @@ from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, require_extras
 from ratchet.storage import files
 from ratchet.storage.digests import code_version
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.training import (
     MIN_PROFILE_STEPS,
@@ -47,17 +48,22 @@ class TrainResult(Record):
     """Whether the run was complete before, so that nothing was trained."""
     page: Path
     """HTML page of the run."""
+    is_output: bool = True
+    """Whether the result is the stage's output. It is not if the run has other settings than params.yaml."""
 
 
 def train(
     project: Project,
     create_callbacks: Callable[[RunPaths], Sequence[RunCallback]],
     publish: Callable[[RunPaths, Path], None],
+    pipeline: Project | None = None,
 ) -> TrainResult:
     """Run the stage: start or resume the run until its result is sealed, then link the result as the stage's output.
 
     Args:
         project: a project in which stages base and prepare have run.
+        pipeline: the project with the settings of params.yaml, if `project` has others. If they define another run, the
+            stage's output is left unchanged: DVC and later stages take it for the result of params.yaml.
         create_callbacks: creates the callbacks of the run.
         publish: receives the run and its HTML page when the run is complete.
 
@@ -68,24 +74,56 @@ def train(
     """
     layout, settings = project.layout, project.settings
     require_extras(settings)
-    with project.lock("train"):
-        launch = build_launch(layout, settings)
-        run = RunDirectory.open(layout.runs, build_run_spec(layout, settings))
+    launch, spec = build_launch(layout, settings), build_run_spec(layout, settings)
+    is_output = pipeline is None or build_run_spec(layout, pipeline.settings) == spec
+    with project.lock("train") if is_output else nullcontext():
+        run = _open_run(layout, spec)
         try:
             was_trained_before = run.paths.is_finished()
             callbacks = create_callbacks(run.paths)
             replicator = _create_replicator(run, settings.machine)
             with ForkServer() as server:
                 supervise(run, launch, callbacks, code_version(), replicator=replicator, server=server)
-            with files.sealed_directory(layout.train, "train") as scratch:
-                files.link_tree(run.paths.result, scratch)
+            if is_output:
+                with files.sealed_directory(layout.train, "train") as scratch:
+                    files.link_tree(run.paths.result, scratch)
+                    _write_dvc_files(run.paths, scratch)
             if not was_trained_before or not run.paths.page.exists():
                 write_page(run.paths)
             publish(run.paths, run.paths.page)
         finally:
             run.close()
-    report = TrainReport.load(layout.train_report)
-    return TrainResult(report=report, was_trained_before=was_trained_before, page=run.paths.page)
+    report = TrainReport.load(run.paths.result / layout.train_report.name)
+    return TrainResult(report=report, was_trained_before=was_trained_before, page=run.paths.page, is_output=is_output)
+
+
+def _open_run(layout: ProjectLayout, spec: RunSpec) -> RunDirectory:
+    """Open the directory of the run. An experiment of DVC waits while another experiment trains the same run.
+
+    It then uses the result of the other one, or resumes its run.
+    """
+    is_waiting = False
+    while True:
+        try:
+            return RunDirectory.open(layout.runs, spec)
+        except LockHeldError:
+            if not layout.is_temporary:
+                raise
+            if not is_waiting:
+                print_message(f"run {spec.run_id}: another process trains it; this experiment waits for its result")
+            is_waiting = True
+
+
+def _write_dvc_files(paths: RunPaths, scratch: Path) -> None:
+    """Write metrics and plots for DVC. They are not in the result of the run, so results of earlier versions get them
+    too."""
+    report = TrainReport.load(scratch / "train.json")
+    figures = {
+        "validation_loss": report.validation_loss[report.best_step], "training_loss": report.final_train_loss,
+        "steps": report.steps,
+    }  # fmt: skip
+    dvc_files.write_metrics(scratch, figures)
+    dvc_files.write_loss_curves(paths.journal, scratch)
 
 
 def _create_replicator(run: RunDirectory, machine: Machine) -> ReplicatorProtocol | None:
@@ -126,7 +164,8 @@ def profile_training(project: Project, steps: int) -> str:
         spec = build_run_spec(layout, settings)
         files.verify_sealed(layout.data, "data")
         # A training that is too short is refused before its worker loads the model for minutes.
-        require_steps(BatchPlan(token_files.read_lengths(layout.data, "train"), settings.train).steps)
+        lengths = token_files.read_lengths(layout.data, "train", settings.train.rows_per_example)
+        require_steps(BatchPlan(lengths, settings.train).steps)
         if settings.machine.replica is not None:
             print_message("a profile is not copied to machine.replica")
         work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from ratchet.config.mlflow_environment import resolve_addresses
 from ratchet.errors import SettingsError, TrackingError
 from ratchet.reports import plots
 from ratchet.runs.log import print_message
@@ -20,8 +21,8 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
     """Replace this process by MLflow's server at 127.0.0.1. The store is created if it does not exist.
 
     First, the function ends runs and sweeps that MLflow shows as RUNNING although no process works on them, and reports
-    name and address of each of Ratchet's views. If runs are tracked on a server (machine.tracking_uri), it reports the
-    server's views too: only the project's own store has registered models.
+    name and address of each of Ratchet's views. If runs are logged to a server, it reports the server's views
+    too.
 
     Raises:
         SettingsError: another process uses the port.
@@ -35,17 +36,18 @@ def ui(project: Project, port: int, on_progress: Callable[[str], None] = ignore_
         except OSError as error:
             raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from None
     layout, settings = project.layout, project.settings
-    model_name = settings.promote.model_name
-    local = MlflowTracker(layout, model_name)
+    where = resolve_addresses(settings, layout.mlflow_database)
+    local = MlflowTracker(layout, where.experiment)
     _end_dead_runs(local, project)
     addresses = local.views(f"http://127.0.0.1:{port}")
-    if (server := settings.machine.tracking_uri) is not None:
+    if (server := where.tracking) is not None:
+        models = "earlier runs" if where.registry else "its registered models and earlier runs"
         print_message(
-            f"runs and sweeps are shown on {server} (machine.tracking_uri); this is the project's own store, with its "
-            "registered models and earlier runs"
+            f"runs and sweeps are shown on {server} ({where.tracking_source}); this is the project's own store, "
+            f"with {models}"
         )
         try:
-            remote = MlflowTracker(layout, model_name, server)
+            remote = MlflowTracker.open(layout, settings)
             _end_dead_runs(remote, project)
             addresses |= {f"{view}, on the server": url for view, url in remote.views(server).items()}
         except TrackingError as error:

@@ -15,7 +15,7 @@ from ratchet.registry import keys, model_store, signature
 from ratchet.registry.deployment import release
 from ratchet.registry.keys import SHOWN_DIGITS, Keyring
 from ratchet.registry.signature import SIGNATURE
-from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, compute_run_id
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, compute_run_id, spec_identity
 from ratchet.runs.journal import JournalReader
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -23,8 +23,8 @@ from ratchet.storage.records.base import Record, find_differing_keys
 
 SIGNED_KINDS = {"model", release.KIND}
 KINDS = SIGNED_KINDS | {
-    "base", "data", "distill", "distill-shard", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise",
-    "profile", "quantization",
+    "adapters", "base", "data", "distill", "distill-shard", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate",
+    "noise", "profile", "quantization",
 }  # fmt: skip
 
 FindingStatus = Literal["ok", "damaged", "unsigned", "untrusted", "revoked"]
@@ -225,7 +225,8 @@ def _require_run_of_checkpoint(path: Path, spec: dict[str, Any] | None) -> None:
     if spec is None and path.parent == run.checkpoints and run.spec.is_file():
         spec = _read_json(run.spec)
     stored = _read_json(identity).get("spec")
-    if spec is not None and (names := find_differing_keys(stored if isinstance(stored, dict) else {}, spec)):
+    identity_of_checkpoint = spec_identity(stored if isinstance(stored, dict) else {})
+    if spec is not None and (names := find_differing_keys(identity_of_checkpoint, spec_identity(spec))):
         raise DamagedFileError(f"{identity}: belongs to another run, it differs in {', '.join(names)}")
     if path.parent != run.checkpoints:
         return  # in a result, which contains only the best and the last checkpoint

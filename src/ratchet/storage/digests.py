@@ -6,9 +6,10 @@ lock.
 
 import hashlib
 import json
+import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
@@ -17,6 +18,8 @@ from typing import Any
 
 from ratchet.config.extras import DISTRIBUTION
 
+BLOCK_BYTES = 1 << 18
+"""Size of the blocks in which a file is read."""
 SHORT = 12
 """Number of hex digits of a digest in messages and directory names (48 bits)."""
 
@@ -29,10 +32,28 @@ def hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file, read in blocks."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def hash_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file, read in blocks. `on_bytes` is called with the size of each block."""
+    digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+            if on_bytes is not None:
+                on_bytes(count)
+    return digest.hexdigest()
+
+
+def hash_unchanged_files(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of files by their names. A file is hashed once per process while its size, time and inode are
+    unchanged, because a sweep needs the digests for every trial. Raises OSError if a file is missing."""
+    stats = [(name, (directory / name).stat()) for name in names]
+    return dict(_hash_files(directory, tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)))
+
+
+@lru_cache(maxsize=16)
+def _hash_files(directory: Path, stamps: tuple[tuple[str, int, int, int], ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, hash_file(directory / name)) for name, *_ in stamps)
 
 
 def canonical_json(value: Any) -> str:
@@ -64,13 +85,16 @@ def code_version() -> str:
 
 
 def revision_tags(root: Path) -> dict[str, str]:
-    """Return tags for the project's git commit and branch and the hashes in dvc.lock; empty without git and DVC."""
+    """Return tags for the project's git commit and branch, the hashes in dvc.lock, and the experiment of DVC that this
+    process belongs to; empty without git and DVC."""
     tags = {}
+    if experiment := os.environ.get("DVC_EXP_NAME"):  # DVC sets it for the commands of an experiment
+        tags["dvc.experiment"] = experiment
     with suppress(OSError):  # git is not installed
         described = _git(root, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
         revision, _, dirty = described.partition("-")
         if revision:
-            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
+            tags |= dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
             tags["git.dirty"] = str(bool(dirty)).lower()
             if branch := _git(root, "symbolic-ref", "--short", "-q", "HEAD"):  # empty if HEAD is detached
                 tags |= dict.fromkeys(("git.branch", "mlflow.source.git.branch"), branch)

@@ -28,7 +28,10 @@ from typing import Any, Literal
 
 from ratchet.errors import DamagedFileError, LockHeldError, SettingsError
 from ratchet.storage import digests
+from ratchet.storage.progress import count_bytes
 
+COPY_BLOCK_BYTES = 4 * 2**20
+"""Number of bytes that are copied at once."""
 RESERVE_BYTES = 16 * 2**20
 """Number of bytes that stay free on a disk, for journals and logs."""
 
@@ -117,6 +120,14 @@ def write_blocks(path: Path, blocks: Iterable[Block], on_block: Callable[[], Non
         os.fsync(stream.fileno())
 
 
+def read_blocks(path: Path, on_bytes: Callable[[int], None]) -> Iterator[list[bytes]]:
+    """Read a file in blocks, for a copy by `write_blocks`; `on_bytes` gets the size of each block that was written."""
+    with path.open("rb") as stream:
+        while block := stream.read(COPY_BLOCK_BYTES):
+            yield [block]
+            on_bytes(len(block))
+
+
 def _remove_tree(root: Path) -> None:
     """Remove a file, or a folder with its contents. Links are removed; their targets stay."""
     if not root.is_dir() or root.is_symlink():
@@ -202,15 +213,18 @@ def seal_directory(directory: Path, kind: str, known: Mapping[str, Entry] | None
     already durable and need not be read again, such as links to sealed files.
     """
     entries: dict[str, Entry] = {}
-    for name in _list_files(directory):
-        path = directory / name
-        if known is not None and name in known:
-            entries[name] = known[name]
-        else:
-            before("fsync", path)
-            grant_read(path, like=directory)
-            fsync(path)
-            entries[name] = (digests.hash_file(path), path.stat().st_size)
+    names = _list_files(directory)
+    new_bytes = sum((directory / name).stat().st_size for name in names if known is None or name not in known)
+    with count_bytes(f"{kind} sealed", new_bytes) as add_bytes:
+        for name in names:
+            path = directory / name
+            if known is not None and name in known:
+                entries[name] = known[name]
+            else:
+                before("fsync", path)
+                grant_read(path, like=directory)
+                fsync(path)
+                entries[name] = (digests.hash_file(path, add_bytes), path.stat().st_size)
     for folder in sorted((path for path in directory.rglob("*") if path.is_dir()), reverse=True):
         fsync_directory(folder)
     listed = {name: {"sha256": sha, "bytes": size} for name, (sha, size) in entries.items()}
@@ -281,18 +295,23 @@ def verify_sealed(directory: Path, kind: str | None = None) -> Manifest:
         names = str(directory / extra[0]) + (f" and {len(extra) - 1} more" if extra[1:] else "")
         cause = " (a cache file of `datasets.map`)" if Path(extra[0]).match("cache-*.arrow") else ""
         raise DamagedFileError(f"{names}: not in the manifest{cause}; remove it, or create the directory again")
-    for name, (sha, size) in manifest.files.items():
-        path = directory / name
-        try:
-            if not path.is_file():
-                raise DamagedFileError(f"{path}: missing, but listed in the manifest")
-            if path.stat().st_size != size:
-                raise DamagedFileError(f"{path}: found {path.stat().st_size} bytes; expected {size} (manifest)")
-            if digests.hash_file(path) != sha:
-                raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
-        except OSError as error:  # for example a bad sector
-            raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
+    with count_bytes(f"{manifest.kind} checked", manifest.size_bytes) as add_bytes:
+        for name, (sha, size) in manifest.files.items():
+            _verify_file(directory / name, sha, size, add_bytes)
     return manifest
+
+
+def _verify_file(path: Path, sha: str, size: int, on_bytes: Callable[[int], None]) -> None:
+    """Check a file against its entry in the manifest. Raises DamagedFileError."""
+    try:
+        if not path.is_file():
+            raise DamagedFileError(f"{path}: missing, but listed in the manifest")
+        if path.stat().st_size != size:
+            raise DamagedFileError(f"{path}: found {path.stat().st_size} bytes; expected {size} (manifest)")
+        if digests.hash_file(path, on_bytes) != sha:
+            raise DamagedFileError(f"{path}: content differs from the manifest (SHA-256)")
+    except OSError as error:  # for example a bad sector
+        raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def link_file(source: Path, target: Path) -> bool:

@@ -10,13 +10,32 @@ RUNS_VARIABLE = "RATCHET_RUNS"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
+DVC_ROOT_VARIABLE = "DVC_ROOT"
+"""Environment variable in which DVC passes the root of its repository to a stage. In the temporary workspace of an
+experiment (`dvc queue start`, `dvc exp run --temp`), it names the repository to which the experiment belongs."""
+
+EXPERIMENT_WORKSPACES = Path(".dvc", "tmp", "exps")
+"""Directory of these workspaces in that repository. DVC removes a workspace when its experiment ends."""
+
+
+QUEUE_WORKSPACES = Path("experiments", "queue")
+"""Directory of the workspaces of jobs in a project (stages/work.py)."""
+
 
 class ProjectLayout:
-    """Paths of a project. `root` is absolute and contains params.yaml and dvc.yaml."""
+    """Paths of a project. `root` is absolute and contains params.yaml and dvc.yaml.
+
+    An experiment of DVC, or a job of the queue, may run in a temporary workspace, a copy of the project. There,
+    `shared_root` is the project itself. Files that git and DVC do not carry (runs, scores, MLflow) are in it, so that
+    they outlive the workspace and every experiment has the same. Several processes may write them at once. Outputs of
+    stages are in the workspace.
+    """
 
     def __init__(self, root: Path) -> None:  # noqa: PLR0915 (one assignment for each path)
         self.root = root
-        self.mlruns = root / "mlruns"
+        self.shared_root = _find_shared_root(root)
+        self.mlruns = self.shared_root / "mlruns"
+        shared_experiments = self.shared_root / "experiments"
         self.params = root / "params.yaml"
         self.raw = root / "data" / "raw"
         """Folder of the source files, which `prepare.sources` names."""
@@ -48,7 +67,7 @@ class ProjectLayout:
         self.quantization = self.experiments / "quantization"
         """Output of `ratchet evaluate --quantization` (not a stage): quantization.json and quantization.html."""
         self.export = self.experiments / "export"
-        """Output of stage export: bundle.json, sbom.json, hf/, gguf/*.gguf, onnx/*/."""
+        """Output of stage export: bundle.json, sbom.json, hf/, gguf/*.gguf, bitsandbytes/*/, onnx/*/."""
         self.bundle = self.export / "bundle.json"
         self.merged_model = self.export / "hf"
         self.sbom = self.export / "sbom.json"
@@ -59,23 +78,31 @@ class ProjectLayout:
         """Signing key, unless RATCHET_SIGNING_KEY names another; readable only by its owner, ignored by git."""
         self.evidence = self.mlruns / "evidence"
         """Evaluation results of promoted models, with rows of the data; one folder per model."""
-        self.scores = self.experiments / "scores"
+        self.scores = shared_experiments / "scores"
         """Cache of scores by model and contract, kept across evaluations and crashes; outside git and DVC."""
         self.noise = self.experiments / "noise"
         """Output of `ratchet gate --aa` (not a stage): noise.json and samples/."""
         self.objectives = self.experiments / "objectives"
         """Sets of samples that select models and must not be in the test set; one JSON file (`ObjectiveSet`) per
         set."""
-        self.sweeps = self.experiments / "sweeps"
+        self.sweeps = shared_experiments / "sweeps"
         """Studies of sweeps, with a folder per study and a common journal; outside git and DVC."""
         self.studies = self.sweeps / "studies.db"
         """SQLite file with all studies of Optuna; unused if machine.study_storage is a database."""
-        self.pages = self.experiments / "pages"
+        self.queue = shared_experiments / "queue"
+        """Workspaces and logs of jobs that `ratchet work` runs here; outside git and DVC."""
+        self.job_queue = self.queue / "jobs.db"
+        """SQLite file with the jobs of `ratchet submit`; unused if machine.study_storage is a database."""
+        self.pages = shared_experiments / "pages"
         """Reports of `ratchet compare` and `ratchet report`; outside git and DVC."""
         self.admission = self.experiments / "admission.json"
         """Result of `ratchet doctor --require` on this machine; outside git and DVC."""
+        self.start_adapters = self.experiments / "start_adapters.json"
+        """Commits of the adapters on the hub that train.init_adapter names without a commit; committed to git."""
         self.test_set_uses = self.experiments / "test_set_uses.jsonl"
         """Uses of test sets: one JSON line per evaluated or judged model; committed to git."""
+        self.experiment_uses = self.mlruns / "test_set_uses.jsonl"
+        """Uses of test sets by experiments in temporary workspaces; read together with `test_set_uses`."""
         self.gate = self.experiments / "gate"
         """Output of stage gate: verdict.json."""
         self.gate_page = self.experiments / "report" / "gate.html"
@@ -85,6 +112,10 @@ class ProjectLayout:
         """Version of the champion; committed to git, so git log is the promotion history."""
         self.promotions = self.experiments / "promotions.jsonl"
         """The promotion ledger: JSON lines, each with the digest of the previous one; committed to git."""
+        self.pushes = self.experiments / "pushes.jsonl"
+        """Pushes to the Hugging Face hub: one JSON line per commit; committed to git."""
+        self.push = self.experiments / "push"
+        """Files of a push that is not finished; outside git and DVC."""
         self.promotion_intent = self.mlruns / "promotion.json"
         """Intent of a promotion in progress, so that it can be completed after a crash."""
         self.outbox = self.mlruns / "outbox"
@@ -126,9 +157,24 @@ class ProjectLayout:
         return self.experiments / ".locks" / stage
 
     @property
+    def test_set_uses_lock(self) -> Path:
+        """Lock file that a process must lock to record the use of a test set."""
+        return self.shared_root / "experiments" / ".locks" / "test_set_uses"
+
+    @property
+    def name(self) -> str:
+        """Name of the project's directory."""
+        return self.shared_root.name
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether `root` is the temporary workspace of an experiment of DVC, or of a job of the queue."""
+        return self.shared_root != self.root
+
+    @property
     def runs(self) -> Path:
         """Run directories; outside git and DVC, because DVC would delete checkpoints when a stage runs again."""
-        return self._runs_root or self.experiments / "runs"
+        return self._runs_root or self.shared_root / "experiments" / "runs"
 
     @property
     def profiles(self) -> Path:
@@ -136,12 +182,14 @@ class ProjectLayout:
 
         A profile is made in a run directory of its own, so RATCHET_RUNS moves profiles too.
         """
-        return self._runs_root / ".profiles" if self._runs_root else self.experiments / "profiles"
+        return self._runs_root / ".profiles" if self._runs_root else self.shared_root / "experiments" / "profiles"
 
     @property
     def generations(self) -> Path:
         """Run directories of `ratchet generate`; outside git and DVC. RATCHET_RUNS moves them too."""
-        return self._runs_root / ".generations" if self._runs_root else self.experiments / "generations"
+        if self._runs_root:
+            return self._runs_root / ".generations"
+        return self.shared_root / "experiments" / "generations"
 
     @property
     def _runs_root(self) -> Path | None:
@@ -152,3 +200,15 @@ class ProjectLayout:
     def promoted_model(self, model_digest: str) -> Path:
         """Return the directory of a promoted model: bundle, verdict, evaluation, gate.html, adapter/, hf/."""
         return self.models / model_digest[:16]
+
+
+def _find_shared_root(root: Path) -> Path:
+    """Return the project to which the workspace of an experiment or job belongs; `root` itself if it is none."""
+    if root.parent.parts[-2:] == QUEUE_WORKSPACES.parts and (root.parents[2] / "params.yaml").is_file():
+        return root.parents[2]
+    repository = Path(os.environ.get(DVC_ROOT_VARIABLE, "")).resolve()
+    if not root.is_relative_to(repository / EXPERIMENT_WORKSPACES):
+        return root
+    # The project may be in a subdirectory of the repository, of which the workspace is a copy.
+    copy = next((folder for folder in (root, *root.parents) if (folder / ".dvc").is_dir()), root)
+    return repository / root.relative_to(copy)

@@ -1,1 +1,1 @@
-"""Reports of runs to other services: MLflow, Prometheus, webhooks."""
+"""Reports to other services: loggers, Prometheus, webhooks, telemetry."""

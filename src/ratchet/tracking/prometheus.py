@@ -19,12 +19,15 @@ from prometheus_client.registry import Collector
 from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError, StorageError
 from ratchet.runs.callbacks import Status
+from ratchet.runs.job_queue import JobQueue
 from ratchet.runs.journal import JournalEvent
 from ratchet.runs.log import print_message
 from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, VERDICTS, PrometheusSample, PrometheusSeries
 from ratchet.storage import files
 from ratchet.storage.records.gate import Verdict
 
+QUEUE_JOBS = "ratchet_queue_jobs"
+"""Metric of `ratchet queue --export-metrics`; all others are about a run (`METRICS`)."""
 WRITE_EVERY_S = 15.0
 """Seconds between two writes of the file, which is the usual scrape interval of Prometheus."""
 
@@ -109,6 +112,10 @@ class PrometheusExporter:
         self._registry.register(collector)
         return collector
 
+    def add_queue(self, queue: JobQueue) -> None:
+        """Export the number of jobs of a queue."""
+        self._registry.register(QueueCollector(queue))
+
     def close(self) -> None:
         """Stop the server and the writer. The file is kept."""
         if self._server:
@@ -125,6 +132,20 @@ class PrometheusExporter:
             self._writer.write()
         if self._server and status != "KILLED":
             self._server.wait_for_fetch(self._machine.metrics_scrape_wait_s)
+
+
+class QueueCollector(Collector):
+    """Reads the number of jobs from the queue at each scrape. If the database does not answer, the scrape fails."""
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the number of jobs in each state."""
+        jobs = Family(QUEUE_JOBS, "Jobs of the queue, by state", "gauge")
+        for state, count in self._queue.count_states().items():
+            jobs.add_sample(QUEUE_JOBS, {"queue": self._queue.name, "state": state}, count)
+        yield jobs
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:

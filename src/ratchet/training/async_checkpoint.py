@@ -192,6 +192,10 @@ class AsyncCheckpointer:
             self._closed = True
             self._changed.notify_all()
 
+    def join(self) -> None:
+        """Wait until a save in progress has ended, after `close`."""
+        self._thread.join()
+
     def _run(self) -> None:
         try:
             while True:
@@ -283,4 +287,7 @@ class NullCheckpointer:
         return True
 
     def close(self) -> None:
+        pass
+
+    def join(self) -> None:
         pass

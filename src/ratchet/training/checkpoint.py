@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ from torch import Tensor
 from ratchet.errors import DamagedFileError, NonFiniteStateError
 from ratchet.models import adapters, safetensors_format
 from ratchet.models.device import Model
-from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec
+from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec, spec_identity
 from ratchet.storage import digests, files
 from ratchet.storage.records.base import find_differing_keys
 from ratchet.training import optimizer as optimizers
-from ratchet.training.train_state import TrainSnapshot, TrainState
+from ratchet.training.train_state import ADDED_FIELDS, TrainSnapshot, TrainState
 
 FORMAT = 3
 WEIGHTS = "trainable.safetensors"
@@ -153,7 +153,7 @@ def _reject_non_finite(word: str) -> float:
 
 
 def _parse_state(raw: dict[str, Any]) -> TrainState:
-    if missing := sorted({field.name for field in fields(TrainState)} - raw.keys()):
+    if missing := sorted({field.name for field in fields(TrainState)} - ADDED_FIELDS - raw.keys()):
         raise KeyError(*missing)
     try:
         return _STATE.validate_json(json.dumps(raw), strict=True, extra="forbid")
@@ -252,7 +252,7 @@ def _plan_files(snapshot: TrainSnapshot, identity: dict[str, Any]) -> dict[str, 
     }
     optional = {CONSTANTS: constants, ADAPTER: snapshot.adapter_tensors, RESIDUALS: residuals}
     tensor_files = {WEIGHTS: snapshot.weights, OPTIMIZER: changing, **{name: t for name, t in optional.items() if t}}
-    state = {"format": FORMAT, "state": asdict(snapshot.state), "optimizer": snapshot.optimizer_values}
+    state = {"format": FORMAT, "state": snapshot.state.to_json(), "optimizer": snapshot.optimizer_values}
     json_files = {STATE: [[files.json_bytes(state)]], IDENTITY: [[files.json_bytes(identity)]]}
     return {name: partial(_iterate_blocks, tensors) for name, tensors in tensor_files.items()} | {
         name: partial(list, blocks) for name, blocks in json_files.items()
@@ -288,16 +288,18 @@ def find_newest_valid(
         path = paths.checkpoint(step)
         _refuse_newer(path)
         try:
-            metadata = _verify_and_read(path)
+            metadata = _verify_or_repair(paths, step, notice)
             required = [
-                _verify_and_read(paths.checkpoint(required_step))
+                _verify_or_repair(paths, required_step, notice)
                 for required_step in sorted(metadata.state.required_steps)
             ]
         except DamagedFileError as error:
             notice(f"checkpoint of step {step} is skipped: {error}")
             continue
         for candidate in (metadata, *required):
-            if names := find_differing_keys(candidate.identity["spec"], spec.model_dump(mode="json")):
+            # Compare identities, because specs of earlier versions lack newer settings.
+            own = spec_identity(spec.model_dump(mode="json"))
+            if names := find_differing_keys(spec_identity(candidate.identity["spec"]), own):
                 where = paths.checkpoint(candidate.state.step)
                 raise DamagedFileError(
                     f"{where}: belongs to another run (different: {', '.join(names)}); move it away, then run the same "
@@ -305,6 +307,30 @@ def find_newest_valid(
                 )
         return path
     return None
+
+
+def _verify_or_repair(paths: RunPaths, step: int, notice: Callable[[str], None]) -> CheckpointMetadata:
+    """Read the metadata of an intact checkpoint. Replace its damaged files by equal files of other checkpoints first.
+
+    Only a file with the digest of the manifest replaces another, so a repaired checkpoint is the one that was saved.
+    Weights or optimizer of another step would make another training.
+    """
+    path = paths.checkpoint(step)
+    try:
+        return _verify_and_read(path)
+    except DamagedFileError:
+        manifest = files.read_manifest(path)  # without a manifest, nothing is known about the files
+        others = [paths.checkpoint(other) for other in reversed(paths.checkpoint_steps()) if other != step]
+        for name in [name for name, entry in manifest.files.items() if not _has_entry(path / name, entry)]:
+            source = next((other for other in others if _has_entry(other / name, manifest.files[name])), None)
+            if source is None:
+                raise
+            try:
+                files.write_atomic(path / name, (source / name).read_bytes())
+            except OSError as error:
+                raise DamagedFileError(f"{path / name}: damaged, and cannot be repaired ({error})") from None
+            notice(f"checkpoint of step {step}: {name} was damaged; restored from {source.name}, which has the same")
+    return _verify_and_read(path)
 
 
 def _verify_and_read(path: Path) -> CheckpointMetadata:
@@ -437,14 +463,15 @@ def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
         paths: the run.
         keep: number of newest sealed checkpoints to keep, at least one. Checkpoints that their states require are kept
             too, because a run cannot resume from a checkpoint without its best checkpoint.
-        protected: steps that are not removed: the best, rollback snapshots, and steps that are not replicated yet.
+        protected: steps that are not removed, nor what they require: the best, rollback snapshots, steps that are not
+            replicated yet.
     """
     steps = paths.checkpoint_steps()
     kept = [step for step in steps if _looks_sealed(paths, step)][-max(1, keep) :]
     if not kept:
         return
     required = set(protected)
-    for step in kept:
+    for step in {*kept, *(required & set(steps))}:
         with suppress(DamagedFileError):  # a damaged checkpoint requires no others
             required |= read_metadata(paths.checkpoint(step)).state.required_steps
     for step in steps:

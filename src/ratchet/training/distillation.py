@@ -11,7 +11,6 @@ references, and probability outside of the k tokens). Only trained positions are
 depends on the rows alone.
 """
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from ratchet.models.teacher import (
 from ratchet.models.teacher_reference import KEY
 from ratchet.runs.directory import RunSpec, TrainingLaunchSpec
 from ratchet.storage import digests, files
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.data import DISTILLATION_CARD, DistillationCard
 from ratchet.training import checkpoint
 
@@ -49,9 +49,6 @@ shard has 12.7 MB."""
 MAX_SHARDS = 256
 """Maximum number of shards, because training keeps all of them open. If there are more positions than MAX_SHARDS times
 SHARD_POSITIONS, shards are larger."""
-REPORT_EVERY_S = 30.0
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ class TeacherShardWriter:
         """Return the shards that are missing or damaged."""
         return [(name, rows) for name, rows in self.plan.shards if self._find_entry(name) is None]
 
-    def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_size: int, progress: Progress) -> None:
+    def write(self, teacher: TeacherModel, rows: TokenRows, micro_batch_size: int) -> None:
         """Compute all missing shards, and seal each when it is complete.
 
         Raises:
@@ -169,16 +166,11 @@ class TeacherShardWriter:
         """
         missing = self.list_missing()
         total, completed = sum(len(span) for _, span in missing), 0
-        started_s = reported_s = time.monotonic()
 
         def report(count: int) -> None:
-            nonlocal completed, reported_s
-            completed, now_s = completed + count, time.monotonic()
-            if now_s - reported_s >= REPORT_EVERY_S:
-                reported_s = now_s
-                rate = completed / (now_s - started_s)
-                left_min = (total - completed) / rate / 60
-                progress(f"{completed:,} of {total:,} rows, {rate:,.1f} rows/s, {left_min:,.0f} min left")
+            nonlocal completed
+            completed += count
+            report_progress("rows scored by the teacher", completed, total)
 
         for name, span in missing:
             tensors = _compute_shard(teacher, rows, span, micro_batch_size, report)

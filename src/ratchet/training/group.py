@@ -25,7 +25,7 @@ from ratchet.errors import InterruptedRunError
 from ratchet.models import chunked_loss, merged_pass, oom
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, TeacherTargets
-from ratchet.models.merged_pass import MergedModel, MergedPasses, NotMergeableError, RandomStream, SharedBase
+from ratchet.models.merged_pass import MergedModel, MergedPasses, RandomStream, SharedBase
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import files
@@ -34,13 +34,17 @@ WAIT_S = 0.5
 """Seconds between two heartbeats of a member that waits for others."""
 
 REJOIN_WAIT_S = 20.0
-"""Seconds that a restarted group waits for the members of its last common checkpoint."""
+"""Seconds that a restarted group waits for the members of its last common checkpoint, in addition to
+machine.restart_delay_s."""
 
-MAX_MERGED_TOKENS = {"cpu": 512, "cuda": 16384}
+MAX_MERGED_TOKENS = {"cpu": 384, "cuda": 16384}
 """Largest number of padded tokens in a merged pass, by device, because the memory of a pass grows with them.
 
 On two cores, a pass over the rows of four runs takes 0.66 of the time of four passes for 512 tokens (hidden size 128),
-0.75 to 1.15 for 2,048, and 1.2 for 4,096 (hidden size 512). The number for GPUs is not measured."""
+0.75 to 1.15 for 2,048, and 1.2 for 4,096 (hidden size 512). With 384, four runs take 1.3 times the memory of one. The
+number for GPUs is not measured."""
+
+SEPARATE_PASSES = "the passes of this run are computed separately, not in those of the other runs"
 
 _State = Literal["busy", "round", "pass", "checkpoint"]
 
@@ -86,6 +90,8 @@ class GroupMember:
     heartbeat: Heartbeat
     notice: Callable[[str], None]
     """Writes a text to the journal of the run."""
+    restart_delay_s: float
+    """Seconds after which its supervisor starts it again, when its process has died."""
     resume_step: int | None = None
     """Step of the last common checkpoint, from which the run must resume; None: the newest checkpoint."""
     reserved_bytes: int = 0
@@ -136,7 +142,10 @@ class GroupMember:
         Raises InterruptedRunError as `begin_round`, and the exceptions of `chunked_loss.forward_backward`.
         """
         self._micro_batch = submitted = _MicroBatch(batch, scale, targets)
-        self.group.wait(self, "pass")
+        try:
+            self.group.wait(self, "pass")
+        finally:
+            self._micro_batch = None
         if submitted.error is not None:
             raise submitted.error
         return submitted.loss
@@ -156,13 +165,19 @@ class GroupMember:
         """Leave the group. The other members do not wait for this one any more. May be called again."""
         self.group.remove(self)
 
+    def end(self) -> None:
+        """Leave the group, and release the memory of the run."""
+        self.leave()
+        self._model = self._merged = None
+        self.group.release(self)
+
     def attach(self, model: Model, device: torch.device) -> None:
         """Set the model of this run, whose base is a copy of the group's."""
         self._model, self._random = model, RandomStream(device)
         if (obstacle := merged_pass.find_obstacle(model)) is None:
             self._merged = MergedModel(model, self._random)
         else:
-            self.notice(f"this run takes turns with the others instead of sharing their passes: {obstacle}")
+            self.notice(f"{SEPARATE_PASSES}: {obstacle}")
 
     @property
     def _random_stream(self) -> RandomStream:
@@ -185,37 +200,45 @@ class TrainingGroup:
     def __init__(self, record: Path) -> None:
         """Begin a group, or resume it. `record` is the file that lists its common checkpoints."""
         self._record = record
-        self._expected: dict[str, int] = _read_record(record)
-        """Runs of the last common checkpoint that have not come back yet, with their steps."""
+        self._expected, self._limit = _read_record(record)
+        """Runs of the last common checkpoint that have not come back yet, with their steps; and the largest number of
+        micro-batches in a pass, after a pass ran out of memory."""
         self._began_s: float | None = None
         """Time at which the first run joined a group that has not begun yet."""
         self._has_begun = False
         self._members: list[GroupMember] = []
+        """Runs for which the others wait."""
+        self._present: list[GroupMember] = []
+        """Runs that use memory: those above, and those that seal their results."""
         self._has_changed = True
         """Whether a member has joined or left since the last common checkpoint."""
         self._changed = threading.Condition()
         self._compute_lock = threading.Lock()
-        # A thread of its own, because the heap of each thread keeps the memory of its largest pass: on a base of 60M
-        # parameters, four runs took 4.7 GB when any member's thread computed the passes, and 1.3 GB with this thread.
+        # A thread of its own, because each thread that computes keeps memory: on a base of 60M parameters, four runs
+        # took 4.7 GB when any member's thread computed the passes, and 1.3 GB with this thread.
         self._pool = ThreadPoolExecutor(1, "passes")
         self._is_computing = False
-        self._limit: int | None = None
-        """Largest number of micro-batches in a pass, after a pass ran out of memory."""
         self._bases: dict[str, tuple[SharedBase, MergedPasses]] = {}
         self._base_of: dict[GroupMember, str] = {}
 
     # Members.
 
     def join(
-        self, run_id: str, shutdown: MemberShutdown, heartbeat: Heartbeat, notice: Callable[[str], None]
+        self,
+        run_id: str,
+        shutdown: MemberShutdown,
+        heartbeat: Heartbeat,
+        notice: Callable[[str], None],
+        restart_delay_s: float,
     ) -> GroupMember:
         """Add a run, which takes part from its first `begin_round` on."""
         with self._changed:
             if self._began_s is None:
                 self._began_s = time.monotonic()
             resume_step = None if self._has_begun else self._expected.pop(run_id, None)
-            member = GroupMember(self, run_id, shutdown, heartbeat, notice, resume_step)
+            member = GroupMember(self, run_id, shutdown, heartbeat, notice, restart_delay_s, resume_step)
             self._members.append(member)
+            self._present.append(member)
             return member
 
     def remove(self, member: GroupMember) -> None:
@@ -225,6 +248,13 @@ class TrainingGroup:
                 self._members.remove(member)
                 self._base_of.pop(member, None)
                 self._has_changed = self._has_changed or member._is_admitted
+                self._changed.notify_all()
+
+    def release(self, member: GroupMember) -> None:
+        """Release the memory of a run. Called by `GroupMember.end`."""
+        with self._changed:
+            if member in self._present:
+                self._present.remove(member)
                 self._changed.notify_all()
 
     # Memory and models.
@@ -241,7 +271,7 @@ class TrainingGroup:
     def sum_reserved_bytes(self, member: GroupMember) -> int:
         """Return the memory that is reserved for the other members."""
         with self._changed:
-            return sum(other.reserved_bytes for other in self._members if other is not member)
+            return sum(other.reserved_bytes for other in self._present if other is not member)
 
     def wait_for_memory(self, member: GroupMember) -> bool:
         """Wait until another member has left; return False at once if this member is the only one.
@@ -249,11 +279,11 @@ class TrainingGroup:
         Raises InterruptedRunError if the supervisor of the run is gone, or asks it to stop.
         """
         with self._changed:
-            others = [other for other in self._members if other is not member and other.reserved_bytes]
+            others = [other for other in self._present if other is not member and other.reserved_bytes]
             if not others:
                 return False
             member._waits_for_memory = True
-            while all(other in self._members for other in others):
+            while all(other in self._present for other in others):
                 if member.shutdown.is_requested:
                     raise InterruptedRunError("stopped before it was loaded")
                 member.heartbeat.beat("load")
@@ -281,14 +311,15 @@ class TrainingGroup:
             while not member._is_released:
                 if self._is_computing:
                     pass
+                elif member.shutdown.is_abandoned:
+                    self.remove(member)
+                    raise InterruptedRunError("the supervisor of this run is gone")
                 elif self._advance():
                     self._changed.notify_all()
                     continue
                 elif submitted := self._find_complete_pass():
-                    self._run_pass(submitted)
+                    self._run_pass(submitted, member.heartbeat)
                     continue
-                elif member.shutdown.is_abandoned:
-                    raise InterruptedRunError("the supervisor of this run is gone")
                 self._changed.wait(WAIT_S)
                 member.heartbeat.beat("peers")
 
@@ -321,7 +352,7 @@ class TrainingGroup:
         is_recorded = len(steps) == len(members)
         if is_recorded:
             try:
-                files.write_atomic(self._record, json.dumps({"runs": steps}, sort_keys=True))
+                files.write_atomic(self._record, json.dumps({"runs": steps, "limit": self._limit}, sort_keys=True))
             except OSError as error:
                 is_recorded = False
                 for member in members:
@@ -336,7 +367,8 @@ class TrainingGroup:
             return True
         if any(member._is_released and not member._waits_for_memory for member in self._members):
             return False
-        has_waited = self._began_s is not None and time.monotonic() - self._began_s > REJOIN_WAIT_S
+        wait_s = REJOIN_WAIT_S + max((member.restart_delay_s for member in self._members), default=0.0)
+        has_waited = self._began_s is not None and time.monotonic() - self._began_s > wait_s
         return not self._expected or has_waited
 
     def _find_complete_pass(self) -> list[GroupMember]:
@@ -347,13 +379,18 @@ class TrainingGroup:
             return []
         return sorted((member for member in admitted if member._state == "pass"), key=lambda member: member.run_id)
 
-    def _run_pass(self, submitted: Sequence[GroupMember]) -> None:
-        """Compute micro-batches, with the lock released."""
+    def _run_pass(self, submitted: Sequence[GroupMember], heartbeat: Heartbeat) -> None:
+        """Compute micro-batches, with the lock released. `heartbeat` is that of the calling thread's run."""
         self._is_computing = True
         self._changed.release()
         try:
-            with self._compute_lock:
+            with self.computing(lambda: heartbeat.beat("peers")):
+                heartbeat.beat("step")
                 self._pool.submit(self._compute, submitted, torch.get_num_threads()).result()
+        except Exception as error:  # each of the runs raises it
+            for member in submitted:
+                if member._micro_batch is not None:
+                    member._micro_batch.error = error
         finally:
             self._changed.acquire()
             self._is_computing = False
@@ -364,15 +401,17 @@ class TrainingGroup:
 
     def _compute(self, members: Sequence[GroupMember], threads: int) -> None:
         torch.set_num_threads(threads)
-        merged: dict[str, list[GroupMember]] = {}
+        # A pass recomputes activations for all of its runs or for none.
+        merged: dict[tuple[str, bool], list[GroupMember]] = {}
         for member in members:
-            if member._is_mergeable:
-                merged.setdefault(self._base_of[member], []).append(member)
+            if member._is_mergeable and member._merged is not None:
+                key = self._base_of[member], member._merged.recomputes_activations
+                merged.setdefault(key, []).append(member)
             else:
                 _compute_alone(member)
-        for key, submitted in merged.items():
+        for (base, _), submitted in merged.items():
             for part in self._divide(submitted):
-                self._compute_merged(key, part)
+                self._compute_merged(base, part)
 
     def _divide(self, members: Sequence[GroupMember]) -> list[list[GroupMember]]:
         """Divide members into passes."""
@@ -392,7 +431,7 @@ class TrainingGroup:
             rows, columns = rows + added, max(columns, longest)
         return parts
 
-    def _compute_merged(self, key: str, members: Sequence[GroupMember]) -> None:
+    def _compute_merged(self, base: str, members: Sequence[GroupMember]) -> None:
         """Compute micro-batches in one pass; if memory runs out, in two passes of half as many, and so on."""
         if len(members) == 1:
             _compute_alone(members[0])
@@ -400,37 +439,47 @@ class TrainingGroup:
         gradients, states = _take_gradients(members), [member._random_stream.state() for member in members]
         items = [(member._merged, member._micro_batch) for member in members]
         pairs = [(model, item) for model, item in items if model is not None and item is not None]
+        failure: Exception | None = None
         try:
-            losses = self._bases[key][1].forward_backward(
+            losses = self._bases[base][1].forward_backward(
                 [model for model, _ in pairs], [item.batch for _, item in pairs], [item.scale for _, item in pairs]
             )
-        except NotMergeableError as error:
-            _put_gradients(gradients, is_sum=False)
-            for member in members:
-                member._merged = None
-                member.notice(f"this run takes turns with the others instead of sharing their passes: {error}")
-            for member, state in zip(members, states, strict=True):
-                member._random_stream.restore(state)
-                _compute_alone(member)
         except Exception as error:
-            _put_gradients(gradients, is_sum=False)
-            if not oom.is_out_of_memory(error):
-                for _, item in pairs:
-                    item.error = error
-                return
-            for member, state in zip(members, states, strict=True):
-                member._random_stream.restore(state)
-            oom.release_memory()
-            self._limit = -(-len(members) // 2)
-            for member in members:
-                text = f"the micro-batches of {len(members)} runs do not fit into memory together"
-                member.notice(f"{text}; from now on, at most {self._limit} are computed at a time")
-            for part in (members[: self._limit], members[self._limit :]):
-                self._compute_merged(key, part)
-        else:
+            failure = error.with_traceback(None)  # the traceback would keep the tensors of the pass in memory
+        if failure is None:
             _put_gradients(gradients, is_sum=True)
             for (_, item), loss in zip(pairs, losses, strict=True):
                 item.loss = loss
+            return
+        if is_device_lost(failure):  # nothing can be computed any more
+            for _, item in pairs:
+                item.error = failure
+            return
+        _put_gradients(gradients, is_sum=False)
+        for member, state in zip(members, states, strict=True):
+            member._random_stream.restore(state)
+        if oom.is_out_of_memory(failure):
+            oom.release_memory()
+            half = -(-len(members) // 2)
+            self._limit = half if self._limit is None else min(self._limit, half)
+            text = (
+                f"the micro-batches of {len(members)} runs do not fit into memory together; from now on, at most "
+                f"{self._limit} are computed at a time"
+            )
+            for member in members:
+                member.notice(text)
+            for part in (members[:half], members[half:]):
+                self._compute_merged(base, part)
+            return
+        for member in members:  # an error of one run must not end the others
+            member._merged = None
+            member.notice(f"{SEPARATE_PASSES}: {failure}")
+            _compute_alone(member)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether the process cannot compute on its GPU any more, so that it must end."""
+    return isinstance(error, torch.AcceleratorError) and not oom.is_out_of_memory(error)
 
 
 def _release(members: Sequence[GroupMember]) -> None:
@@ -447,8 +496,8 @@ def _compute_alone(member: GroupMember) -> None:
             loss = chunked_loss.compute_loss(member._model, item.batch, item.scale, item.targets)
             loss.backward()
         item.loss = loss.item()
-    except Exception as error:  # raised again in the thread of the member
-        item.error = error
+    except Exception as error:  # raised again in the thread of the member, without what the pass has in memory
+        item.error = error.with_traceback(None)
 
 
 _Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
@@ -474,9 +523,10 @@ def _put_gradients(gradients: _Gradients, is_sum: bool) -> None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def _read_record(path: Path) -> dict[str, int]:
+def _read_record(path: Path) -> tuple[dict[str, int], int | None]:
     try:
         content: Any = json.loads(path.read_bytes())
-        return {str(run_id): int(step) for run_id, step in content["runs"].items()}
+        limit = content["limit"]
+        return {str(run_id): int(step) for run_id, step in content["runs"].items()}, limit and int(limit)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # there is no common checkpoint
+        return {}, None  # there is no common checkpoint

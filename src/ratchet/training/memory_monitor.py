@@ -8,7 +8,7 @@ import torch
 from ratchet.config import units
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
-from ratchet.data.batches import BatchPlan, TokenRows
+from ratchet.data.batches import BatchPlan, TokenRows, divide_sequences, list_rows
 from ratchet.errors import DamagedFileError, InsufficientMemoryError, RatchetError
 from ratchet.models import oom
 from ratchet.models.memory import capacity, forecast
@@ -82,6 +82,12 @@ class MemoryMonitor:
                 f"in phase {phase} (the alert is due at {max(exceeded):.0%})",
             )
 
+    def read_used_share(self) -> float:
+        """Return the used share of the device's memory now; on a GPU, including the cache of torch's allocator, which
+        holds what the largest step needed, and other processes."""
+        now = capacity.measure_device(self.device)
+        return 1 - (now.available_bytes - capacity.allocated_bytes(self.device)) / now.total_bytes
+
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
         capacity.reset_peak()
@@ -107,14 +113,17 @@ def compute_largest_work(
 ) -> MemoryWorkload:
     """Return the largest micro-batches that these rows can form, which are the micro-batches of the longest
     sequences."""
-    longest = _longest_rows(train, machine.micro_batch_size)
+    answers = plan.rows_per_example
+    longest = _longest_rows(train, machine.micro_batch_size, answers)
     if plan.batching == "packed":
         steps = range(-(-plan.sequences // plan.batch_size))
         packs = [sequence for step in steps for sequence in plan.batch(step)]
         longest = sorted(packs, key=train.count_tokens, reverse=True)[: machine.micro_batch_size]
     sequences = _limit_to_micro_batch(longest, train, machine)
-    longest = _longest_rows(validation, machine.micro_batch_size)
-    validation_sequences = _limit_to_micro_batch(longest, validation, machine)
+    longest = _longest_rows(validation, machine.micro_batch_size, answers)
+    validation_sequences = divide_sequences(_limit_to_micro_batch(longest, validation, machine))
+    if plan.batching != "packed":
+        sequences = divide_sequences(sequences)
     return MemoryWorkload(
         rows=len(sequences),
         row_tokens=max(map(train.count_tokens, sequences)),
@@ -136,8 +145,10 @@ def _limit_to_micro_batch(sequences: list[list[int]], rows: TokenRows, machine: 
     return sequences[: max(1, limit // max(1, rows.count_tokens(sequences[0])))]
 
 
-def _longest_rows(rows: TokenRows, count: int) -> list[list[int]]:
-    return [[int(row)] for row in (-rows.lengths).argsort(kind="stable")[:count]]
+def _longest_rows(rows: TokenRows, count: int, rows_per_example: int) -> list[list[int]]:
+    """Return the rows of the examples with the longest rows."""
+    lengths = rows.lengths.reshape(-1, rows_per_example).max(axis=1)
+    return [list_rows([int(example)], rows_per_example) for example in (-lengths).argsort(kind="stable")[:count]]
 
 
 def _count_trained_positions(rows: TokenRows, sequences: Sequence[Sequence[int]]) -> int:

@@ -14,10 +14,12 @@ from typing import Literal
 
 import torch
 
-from ratchet.data.batches import TokenRows, split_micro_batches
+from ratchet.config.train import PREFERENCE_STATISTICS
+from ratchet.data.batches import TokenRows, divide_sequences, split_micro_batches
 from ratchet.models import oom
 from ratchet.models.chunked_loss import ChunkedLoss
 from ratchet.models.loss import SequenceBatch, TeacherTargets
+from ratchet.models.preference_loss import PreferenceLoss
 from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader
 from ratchet.training.distributed import assign_shares
@@ -44,8 +46,8 @@ class PassResult:
     """
 
     loss: float
-    """Sum of the losses of all micro-batches of all ranks, in nats. In training, the sum is divided by the number of
-    trained tokens of the batch."""
+    """Sum of the losses of all micro-batches of all ranks, in nats. In training, the sum is divided by
+    `BatchPass.loss_count`."""
     is_stopped: bool
     """Whether a rank was asked to stop, so that the pass is incomplete."""
     failed_rows: int
@@ -53,6 +55,10 @@ class PassResult:
     failed_tokens: int
     busy_s: list[float]
     """Seconds that each rank spent on its own micro-batches, by rank."""
+    correct_tokens: int = 0
+    """Number of trained tokens that the model holds for the most likely ones, if they were counted."""
+    statistics: tuple[float, ...] = ()
+    """Means of PREFERENCE_STATISTICS over the pairs; empty for an objective without pairs."""
 
 
 class BatchPass:
@@ -69,10 +75,19 @@ class BatchPass:
     ) -> None:
         self._context, self._phase, self._step, self._parameters = context, phase, step, parameters
         self._rows: TokenRows = context.train_rows if phase == "train" else context.validation_rows
-        lengths = [self._rows.count_tokens(sequence) for sequence in sequences]
+        self._objective = context.settings.objective
+        self._divides_pairs = self._objective != "sft" and (
+            phase == "validation" or context.batch_plan.batching != "packed"
+        )
+        """Whether the two answers of a pair are rows of the batch; in a pack, they are parts of one row."""
         self.sequences = sequences
-        self.input_tokens = sum(lengths)
+        self.input_tokens = sum(map(self._rows.count_tokens, sequences))
         self.trained_tokens = sum(map(self._rows.count_trained, sequences))
+        self.loss_count = self.trained_tokens
+        """Number that the sum of the losses is divided by: trained tokens, or pairs."""
+        if self._objective != "sft":
+            self.loss_count = sum(map(len, sequences)) // 2
+        lengths = [self._count_padded_tokens(sequence) for sequence in sequences]
         self.loss_factor = context.faults.loss_factor(step) if phase == "train" else 1.0
         """Factor of the loss; 1 unless a fault is injected."""
         # Each rank gets at least one micro-batch if there are enough sequences.
@@ -85,7 +100,8 @@ class BatchPass:
         ]
         shares = assign_shares([micro_batch.padded_tokens for micro_batch in micro_batches], world_size)
         self._assigned = [[micro_batches[number] for number in numbers] for numbers in shares]
-        self._loss = 0.0
+        self._loss, self._correct = 0.0, 0
+        self._statistics = torch.zeros(len(PREFERENCE_STATISTICS), dtype=torch.float64)
         self._failed: MicroBatch | None = None
         self._started_s = time.monotonic()
 
@@ -111,7 +127,7 @@ class BatchPass:
             gradients = [parameter.grad for parameter in self._parameters]
             self._drop_gradients()
             sequence = smallest.sequences[:1]
-            yield MicroBatch(sequence, self._rows.count_tokens(sequence[0]), is_own=False)
+            yield MicroBatch(sequence, self._count_padded_tokens(sequence[0]), is_own=False)
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
 
@@ -130,8 +146,11 @@ class BatchPass:
     def load(self, micro_batch: MicroBatch) -> SequenceBatch:
         """Return the micro-batch as tensors on the device."""
         self._context.faults.memory(self._phase, self._step, micro_batch.padded_tokens)
+        sequences = micro_batch.sequences
+        if self._divides_pairs:
+            sequences = divide_sequences(sequences)
         with self._context.spans.measure("data"):
-            batch = SequenceBatch.from_sequences(self._rows, micro_batch.sequences, self._context.device)
+            batch = SequenceBatch.from_sequences(self._rows, sequences, self._context.device)
         self._context.spans.count_micro_batch(batch.input_ids.numel())
         return batch
 
@@ -148,11 +167,14 @@ class BatchPass:
         if self._context.is_base_sharded:  # send heartbeats, because the device may wait long for other ranks
             self._context.ranks.wait_for_device(self._context.device)
         self.add_value(micro_batch, loss.item())
+        if isinstance(loss, PreferenceLoss) and micro_batch.is_own:
+            self._statistics += loss.statistics.cpu()
+        self._correct += int(loss.correct) if micro_batch.is_own else 0
 
     def add_value(self, micro_batch: MicroBatch, value: float) -> None:
         """Add the loss of a micro-batch, in nats, to the sum."""
         if micro_batch.is_own:
-            self._loss += value / self.trained_tokens * self.loss_factor if self._phase == "train" else value
+            self._loss += value / self.loss_count * self.loss_factor if self._phase == "train" else value
 
     def gather(self) -> PassResult:
         """Combine the results of all ranks."""
@@ -161,7 +183,12 @@ class BatchPass:
         if failed and context.is_base_sharded:  # the other ranks wait inside the failed pass and cannot answer
             return PassResult(self._loss, False, rows, tokens, [])
         values = [self._loss, float(context.shutdown.is_requested), rows, tokens, time.monotonic() - self._started_s]
-        losses, stops, failed_rows, failed_tokens, busy_s = zip(*context.ranks.gather(values), strict=True)
+        values.append(self._correct)
+        if self._objective != "sft":
+            values += (self._statistics / self.loss_count).tolist()
+        losses, stops, failed_rows, failed_tokens, busy_s, correct, *statistics = zip(
+            *context.ranks.gather(values), strict=True
+        )
         largest = max(range(len(losses)), key=lambda rank: failed_tokens[rank])
         return PassResult(
             loss=sum(losses),
@@ -169,7 +196,15 @@ class BatchPass:
             failed_rows=int(failed_rows[largest]),
             failed_tokens=int(failed_tokens[largest]),
             busy_s=list(busy_s),
+            correct_tokens=int(sum(correct)),
+            statistics=tuple(map(sum, statistics)),
         )
+
+    def _count_padded_tokens(self, sequence: Sequence[int]) -> int:
+        """Return the tokens of a sequence; with padding, if the answers of a pair are rows of their own."""
+        if not self._divides_pairs:
+            return self._rows.count_tokens(sequence)
+        return len(sequence) * max(self._rows.count_tokens([row]) for row in sequence)
 
     def _beat(self) -> None:
         self._context.heartbeat.beat("step" if self._phase == "train" else "validate")

@@ -7,13 +7,14 @@ same micro-batches, and sums are rounded the same way.
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from ratchet.config.settings import Settings
 from ratchet.data import token_files
-from ratchet.data.batches import BatchPlan
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.errors import SettingsError
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
@@ -92,11 +93,14 @@ def make_work_estimator(
         teacher: the teacher of train.distill; its memory counts if the settings keep it in memory.
     """
 
-    rows = None if data is None else (token_files.load_rows(data, "train"), token_files.load_rows(data, "validation"))
+    @lru_cache(maxsize=2)
+    def load_rows(folder: Path, answers: int) -> tuple[TokenRows, TokenRows]:
+        return token_files.load_rows(folder, "train", answers), token_files.load_rows(folder, "validation", answers)
 
     def estimate_work(settings: Settings) -> MemoryWorkload:
         work = _assume_work(settings, device)
-        if rows is not None:
+        if data is not None:
+            rows = load_rows(data, settings.train.rows_per_example)
             with suppress(SettingsError):  # the longest rows would not fit into packs of this size
                 plan = BatchPlan(rows[0].lengths, settings.train)
                 work = _cut_to_max_length(
@@ -127,14 +131,15 @@ def _cut_to_max_length(work: MemoryWorkload, settings: Settings) -> MemoryWorklo
 
 def _assume_work(settings: Settings, device: torch.device) -> MemoryWorkload:
     length, validation_length = _longest_sequence_tokens(settings), settings.prepare.max_tokens
-    rows = settings.machine.micro_batch_size
+    answers = settings.machine.micro_batch_size * settings.train.rows_per_example
+    rows = settings.machine.micro_batch_size if settings.train.batching == "packed" else answers
     return MemoryWorkload(
         rows=rows,
         row_tokens=length,
         learned_tokens=max(1, round(DEFAULT_TRAINED_SHARE * length)),
         packed=settings.train.batching == "packed",
         device="cuda" if device.type == "cuda" else "cpu",
-        validation_rows=rows,
+        validation_rows=answers,
         validation_tokens=validation_length,
         validation_learned_tokens=max(1, round(DEFAULT_TRAINED_SHARE * validation_length)),
         new_tokens=len(settings.base.added_tokens),

@@ -36,16 +36,30 @@ Optimizer = Any
 
 
 def compute_learning_rate(step: int, steps: int, settings: Train) -> float:
-    """Return the learning rate of step `step` (from 0) of `steps`: linear warm-up, then `train.schedule` to zero."""
-    warmup = math.ceil(settings.warmup_ratio * steps)
+    """Return the learning rate of step `step` (from 0) of `steps`: linear warm-up, then the decay of `train.schedule`
+    towards `train.final_learning_rate_share` of the peak, which the step after the last would have."""
+    warmup = math.ceil(settings.warmup_ratio * steps) if settings.warmup_steps is None else settings.warmup_steps
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
-    if settings.schedule == "constant":
-        return settings.learning_rate
+    floor = settings.final_learning_rate_share
     progress = (step - warmup) / max(1, steps - warmup)
-    if settings.schedule == "linear":
-        return settings.learning_rate * (1.0 - progress)
-    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    match settings.schedule:
+        case "constant":
+            return settings.learning_rate
+        case "exponential":
+            return settings.learning_rate * math.pow(floor, progress)
+        case "linear":
+            share = 1.0 - progress
+        case "polynomial":
+            share = math.pow(1.0 - progress, settings.polynomial_power)
+        case "warmup_stable_decay":
+            cooldown = min(math.ceil(settings.cooldown_ratio * steps), max(1, steps - warmup))
+            # 1 - sqrt is the best of the shapes that Hägele et al. 2024 (arXiv 2405.18392, section 3) compare.
+            share = 1.0 - math.sqrt(max(0.0, step - (steps - cooldown)) / cooldown)
+        case "cosine":
+            share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    # Without a floor, no further rounding: the rates are those of versions without this setting.
+    return settings.learning_rate * (share if floor == 0 else floor + (1.0 - floor) * share)
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:

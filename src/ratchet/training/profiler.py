@@ -407,7 +407,7 @@ class _TrainingProfiler:
         Snapshots count at least as often as validations, because every new best validation loss causes a snapshot.
         """
         context = self.context
-        validation = min(context.settings.validate_every_steps, context.batch_plan.steps)
+        validation = min(context.batch_plan.validation_interval, context.batch_plan.steps)
         setting = context.machine.checkpoint_every
         steps = parse_interval(setting)
         if not isinstance(steps, int):

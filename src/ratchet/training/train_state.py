@@ -1,6 +1,6 @@
 """State of a training after a step: everything that later steps depend on, in addition to weights and optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,11 @@ class TrainState:
     step: int = 0
     validation_loss: dict[int, float] = field(default_factory=dict)
     """Validation loss by step, in nats per answer token."""
+    token_accuracy: dict[int, float] = field(default_factory=dict)
+    """Share of the validation's answer tokens that were the most likely ones, by step, if early stopping needs it."""
     best_step: int = 0
     bad_validations: int = 0
-    """Number of validations since the best validation."""
+    """Number of validations in a row in which no metric of `early_stopping` improved."""
     train_loss: float = 0.0
     trained_tokens: int = 0
     input_tokens: int = 0
@@ -29,6 +31,11 @@ class TrainState:
     """Numbers of the bad steps among the last `guards.window_steps` steps."""
     learning_rate_scale: float = 1.0
     """Factor by which the guards have multiplied the learning rate."""
+    recovering_steps: int = 0
+    """Number of good steps since `learning_rate_scale` last changed, if it recovers."""
+    losses: tuple[float, ...] = ()
+    """Losses of the last `guards.window_steps` good steps since the last rollback or report of rising losses, if a
+    guard needs them."""
     rollback_step: int = 0
     loss_scale: float = 1.0
     """Factor of the loss in the backward pass; 1 except in float16."""
@@ -40,6 +47,13 @@ class TrainState:
     budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
     validation_budget: MicrobatchBudget = field(default_factory=MicrobatchBudget)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON. Fields in ADDED_FIELDS that have their default are omitted."""
+        values, default = asdict(self), TrainState()
+        return {
+            name: value for name, value in values.items() if name not in ADDED_FIELDS or value != getattr(default, name)
+        }
+
     @property
     def best_loss(self) -> float | None:
         """Validation loss at `best_step`."""
@@ -49,6 +63,11 @@ class TrainState:
     def required_steps(self) -> frozenset[int]:
         """Steps whose checkpoints this state needs in addition to its own."""
         return frozenset({self.best_step, self.rollback_step} - {0, self.step})
+
+
+ADDED_FIELDS = frozenset({"recovering_steps", "losses", "token_accuracy"})
+"""Fields that are newer than many checkpoints. A checkpoint contains them only if a setting uses them, so checkpoints
+of other runs keep their bytes, and earlier versions can read them."""
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,38 @@ steps of an earlier attempt reads the earlier decisions and applies them, so it 
 import math
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Literal
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from ratchet.config.train import PREFERENCE_STATISTICS
+from ratchet.data.batches import list_rows
 from ratchet.errors import DivergenceError, MemoryExhaustedError, NonFiniteStateError, PeersLostError
-from ratchet.models import adapters, chunked_loss, oom
+from ratchet.models import adapters, oom
+from ratchet.models.chunked_loss import ChunkedLoss
 from ratchet.models.gradient_compression import GradientReducer
+from ratchet.models.loss import SequenceBatch, TeacherTargets
+from ratchet.models.preference_loss import Preference, PreferenceLoss
 from ratchet.runs.fault_injection.injection import Phase
 from ratchet.runs.journal import RunDecisions
 from ratchet.storage import digests
 from ratchet.training import analysis, checkpoint, optimizer
-from ratchet.training.anomaly_detection import StepVerdict, judge_step, record_bad_step, record_good_step
+from ratchet.training.anomaly_detection import (
+    MAX_MODULES,
+    StepVerdict,
+    judge_step,
+    record_bad_step,
+    record_good_step,
+)
 from ratchet.training.context import TrainingContext
 from ratchet.training.distributed import StragglerMonitor
+from ratchet.training.early_stopping import has_improved
 from ratchet.training.micro_batches import BatchPass, PassResult
 from ratchet.training.microbatch_budget import MicrobatchBudget
+from ratchet.training.non_finite import NonFiniteTracer, describe_origin
 from ratchet.training.train_state import TrainSnapshot, TrainState
 
 INITIAL_BUDGET_STEPS: tuple[tuple[Phase, int], ...] = (("train", 1), ("validation", 0))
@@ -48,6 +62,7 @@ class StepExecutor:
         self.state = TrainState(loss_scale=context.initial_loss_scale)
         self.state_lock = threading.Lock()
         self.recorded = RunDecisions()
+        self._preference = Preference.from_settings(context.settings, context.model)  # before a checkpoint is restored
         self._straggler_monitor = StragglerMonitor(context.journal)
         self._reducer: GradientReducer | None = None
         """Sums gradients over ranks. A single rank also has a reducer if gradients are compressed, because earlier
@@ -82,9 +97,12 @@ class StepExecutor:
         learning_rate = optimizer.compute_learning_rate(self.state.step, self.plan.steps, context.settings)
         learning_rate *= self.state.learning_rate_scale
         is_repeated = has_shrunk = False
+        # The passes of a group are computed by another thread, on another copy of the base.
+        tracer = NonFiniteTracer(model) if context.group is None else None
         while True:  # repeat after out of memory, an overflow of the loss scale, or a loss or norm that is not finite
             self.optimizer.zero_grad(set_to_none=True)
-            batch_pass = self._compute_pass(number)
+            with tracer.watch() if tracer is not None and is_repeated else nullcontext():
+                batch_pass = self._compute_pass(number)
             result = batch_pass.gather()
             if result.is_stopped:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -96,7 +114,8 @@ class StepExecutor:
             with context.spans.measure("optimizer"):
                 self._reduce_gradients()
                 is_analysed = analysis.is_due(number, self.plan.steps)
-                module_norms = analysis.compute_module_norms(model) if is_analysed else {}
+                all_norms = analysis.compute_module_norms(model) if is_analysed or is_repeated else {}
+                module_norms = all_norms if is_analysed else {}
                 grad_norm = float(clip_grad_norm_(self.parameters, context.settings.max_grad_norm))
             if optimizer.is_overflow(self.state, result.loss, grad_norm):
                 self._discard_residuals()
@@ -104,21 +123,19 @@ class StepExecutor:
                 context.journal.append("loss_scale", step=number, loss_scale=self.state.loss_scale)
                 continue
             verdict = judge_step(
-                context.settings.guards, self.state, result.loss, grad_norm, learning_rate, repeated=is_repeated
-            )
+                context.settings.guards, self.state, result.loss, grad_norm, learning_rate, repeated=is_repeated,
+                origin=self._describe_origin(tracer, all_norms) if is_repeated else "",
+            )  # fmt: skip
             if verdict.action != "repeat":
                 break
             self._discard_residuals()
             context.journal.append("step_repeated", step=number, reason=verdict.reason)
             is_repeated, has_shrunk = True, False
         if verdict.action not in ("apply", "report"):
-            self._handle_bad_step(verdict)
+            self._handle_bad_step(verdict, grad_norm)
             return
         if verdict.action == "report":
-            context.journal.append(
-                "gradient_spike", step=number, grad_norm=grad_norm, rows=self._list_rows(), median=verdict.median,
-                deviations=verdict.deviations,
-            )  # fmt: skip
+            self._report_step(verdict, grad_norm)
         with self.state_lock:
             with context.spans.measure("optimizer"):
                 for group in self.optimizer.param_groups:
@@ -143,16 +160,40 @@ class StepExecutor:
         for micro_batch in batch_pass.micro_batches():
             with batch_pass.catch_out_of_memory(micro_batch):
                 batch = batch_pass.load(micro_batch)
-                # The trained tokens are those of the whole step, so the size of micro-batches changes nothing else.
-                scale = batch_pass.loss_factor / batch_pass.trained_tokens * self.state.loss_scale
+                # The count is that of the whole step, so the size of micro-batches changes nothing else.
+                scale = batch_pass.loss_factor / batch_pass.loss_count * self.state.loss_scale
                 targets = batch_pass.teacher_targets(micro_batch, batch)
                 if context.group is not None:
                     batch_pass.add_value(micro_batch, context.group.forward_backward(batch, scale, targets))
                     continue
-                loss = chunked_loss.compute_loss(context.model, batch, scale, targets, context.spans.measure)
+                loss = self._compute_loss(batch, scale, targets)
                 loss.backward()
                 batch_pass.add_loss(micro_batch, loss)
         return batch_pass
+
+    def _compute_loss(
+        self,
+        batch: SequenceBatch,
+        scale: float | None,
+        targets: TeacherTargets | None = None,
+        counts_correct: bool = False,
+    ) -> ChunkedLoss:
+        """Run the forward pass of a micro-batch; without a `scale`, only its loss is computed, and with
+        `counts_correct` its number of correct tokens."""
+        model, measure = self.context.model, self.context.spans.measure
+        if self._preference is not None:
+            return PreferenceLoss(model, batch, scale, self._preference, measure)
+        return ChunkedLoss(model, batch, scale, targets, measure, counts_correct)
+
+    def _describe_origin(self, tracer: NonFiniteTracer | None, norms: dict[str, float]) -> str:
+        """Describe where a number that is not finite began in a step that all ranks repeat."""
+        return describe_origin(None if tracer is None else self.context.ranks.gather_json(tracer.first_module), norms)
+
+    def _find_largest_norms(self, grad_norm: float) -> dict[str, float]:
+        """Return the largest gradient norms by module, as before the clipping of gradients with this global norm."""
+        norms = analysis.compute_module_norms(self.context.model)
+        clipped = max(1.0, grad_norm / self.context.settings.max_grad_norm)
+        return {name: clipped * norms[name] for name in sorted(norms, key=lambda name: -norms[name])[:MAX_MODULES]}
 
     def compute_gradients(self, number: int) -> None:
         """Compute the gradient of a step (from 1) without applying it, for measurements. Raises MemoryExhaustedError if
@@ -184,7 +225,11 @@ class StepExecutor:
     ) -> None:
         """Advance the state by one step and write the step to the journal."""
         context, number = self.context, self.state.step + 1
-        state = record_good_step(self.state, context.settings.guards, grad_norm)
+        scale = self.state.learning_rate_scale
+        state = record_good_step(self.state, context.settings.guards, grad_norm, result.loss)
+        if state.learning_rate_scale != scale:
+            text = f"step {number}: the learning rate recovers: train.guards multiplies it by "
+            context.journal.append("notice", text=f"{text}{state.learning_rate_scale:.4g}, no longer by {scale:.4g}")
         state = analysis.record_norms(optimizer.advance_loss_scale(state), number, module_norms)
         self.state = replace(
             state,
@@ -199,6 +244,7 @@ class StepExecutor:
             "step", step=number, loss=result.loss, learning_rate=learning_rate, grad_norm=grad_norm,
             trained_tokens=batch_pass.trained_tokens, input_tokens=batch_pass.input_tokens,
             batch=digests.hash_json(batch_pass.sequences)[: digests.SHORT], step_s=step_s,
+            **_name_statistics(result),
         )  # fmt: skip
         self._straggler_monitor.add(number, step_s, result.busy_s)
         if self.state.budget.grown and self.state.budget.good_steps == 0:
@@ -207,7 +253,18 @@ class StepExecutor:
             with torch.no_grad():
                 self.parameters[0].view(-1)[0] = float("nan")
 
-    def _handle_bad_step(self, verdict: StepVerdict) -> None:
+    def _report_step(self, verdict: StepVerdict, grad_norm: float) -> None:
+        """Report an abnormal step that is applied."""
+        number, journal = self.state.step + 1, self.context.journal
+        if verdict.reason:
+            journal.append("notice", text=f"step {number}: {verdict.reason}; rows {self._list_rows()}")
+            return
+        journal.append(
+            "gradient_spike", step=number, grad_norm=grad_norm, rows=self._list_rows(), median=verdict.median,
+            deviations=verdict.deviations, modules=self._find_largest_norms(grad_norm),
+        )  # fmt: skip
+
+    def _handle_bad_step(self, verdict: StepVerdict, grad_norm: float) -> None:
         """Skip the step, or end the training."""
         number = self.state.step + 1
         if not checkpoint.is_finite(dict(adapters.trainable_parameters(self.context.model))):
@@ -217,7 +274,11 @@ class StepExecutor:
             )
         if verdict.action == "stop":
             raise DivergenceError(f"{verdict.reason}; rows of step {number}: {self._list_rows()}")
-        self._skip_step("roll_back" if verdict.action == "roll_back" else "skip", verdict.reason)
+        reason = verdict.reason
+        if math.isfinite(grad_norm):
+            largest = self._find_largest_norms(grad_norm)
+            reason += f"; largest gradient norms: {', '.join(f'{name} {norm:.4g}' for name, norm in largest.items())}"
+        self._skip_step("roll_back" if verdict.action == "roll_back" else "skip", reason)
 
     def _skip_step(self, action: Literal["skip", "roll_back"], reason: str) -> None:
         """Count a step as done without applying it; with `roll_back`, also restore the weights of the last snapshot."""
@@ -250,9 +311,13 @@ class StepExecutor:
             MemoryExhaustedError, PeersLostError: see `step`.
         """
         step, started_s = self.state.step, time.monotonic()
-        sequences = [[row] for row in range(len(self.context.validation_rows))]
+        rows_per_example = self.context.settings.rows_per_example
+        examples = range(len(self.context.validation_rows) // rows_per_example)
+        sequences = [list_rows([example], rows_per_example) for example in examples]
         self._apply_recorded_budget("validation", step)
         self.context.model.eval()
+        stopping = self.context.settings.early_stopping
+        needs_accuracy = "token_accuracy" in stopping.metrics
         has_shrunk = False
         while True:
             batch_pass = BatchPass(
@@ -263,8 +328,8 @@ class StepExecutor:
                     with batch_pass.catch_out_of_memory(micro_batch):
                         batch = batch_pass.load(micro_batch)
                         with self.context.computing():
-                            loss_of_batch = chunked_loss.compute_nll(self.context.model, batch)
-                        batch_pass.add_loss(micro_batch, loss_of_batch)
+                            loss = self._compute_loss(batch, None, counts_correct=needs_accuracy)
+                        batch_pass.add_loss(micro_batch, loss)
             result = batch_pass.gather()
             if result.is_stopped:
                 return None
@@ -272,24 +337,28 @@ class StepExecutor:
                 break
             self._shrink_micro_batches("validation", step, result, has_shrunk)
             has_shrunk = True
-        loss, best_loss = result.loss / batch_pass.trained_tokens, self.state.best_loss
-        if not math.isfinite(loss):
+        mean_loss, best_loss = result.loss / batch_pass.loss_count, self.state.best_loss
+        if not math.isfinite(mean_loss):
             raise DivergenceError(
-                f"validation loss is {loss} at step {step}: the model's logits are not finite for some validation "
+                f"validation loss is {mean_loss} at step {step}: the model's logits are not finite for some validation "
                 "rows; check the base model (`ratchet evaluate` prints its loss) and train.compute_dtype (float16 "
                 "overflows)"
             )
-        is_best = best_loss is None or loss < best_loss - self.context.settings.early_stopping.threshold
+        is_best = best_loss is None or mean_loss < best_loss - stopping.threshold
+        accuracy = result.correct_tokens / batch_pass.trained_tokens
+        has_progress = has_improved(stopping, self.state, mean_loss, accuracy)
         self.state = replace(
             self.state,
-            validation_loss={**self.state.validation_loss, step: loss},
+            validation_loss={**self.state.validation_loss, step: mean_loss},
+            token_accuracy={**self.state.token_accuracy, step: accuracy} if needs_accuracy else {},
             best_step=step if is_best else self.state.best_step,
-            bad_validations=0 if is_best else self.state.bad_validations + 1,
+            bad_validations=0 if has_progress else self.state.bad_validations + 1,
             validation_budget=self.state.validation_budget.record_good_step(),
         )
         self.context.journal.append(
-            "validation", step=step, loss=loss, improved=is_best, tokens=batch_pass.trained_tokens,
-            seconds=round(time.monotonic() - started_s, 4),
+            "validation", step=step, loss=mean_loss, improved=is_best, tokens=batch_pass.trained_tokens,
+            seconds=round(time.monotonic() - started_s, 4), **_name_statistics(result),
+            **({"token_accuracy": accuracy} if needs_accuracy else {}),
         )  # fmt: skip
         return is_best
 
@@ -369,6 +438,19 @@ class StepExecutor:
                 self._log_budget(phase, step, "shrink", failed_tokens)
                 self.recorded.budgets.pop((phase, step), None)
 
+    def shrink_before_out_of_memory(self, is_urgent: bool) -> bool:
+        """Make the micro-batches of the next step smaller, because memory is nearly exhausted; halve them if it is
+        urgent. Return False if they have one row each already."""
+        number, largest = self.state.step + 1, self._largest_micro_batch_tokens()
+        tokens = min(self.state.budget.tokens or largest, largest)
+        if tokens <= int(self.context.train_rows.lengths.max()):
+            return False
+        self._set_budget("train", self.state.budget.shrink(tokens, is_urgent))
+        self._log_budget("train", number, "shrink", tokens, is_early=True)
+        self.recorded.budgets.pop(("train", number), None)  # the new budget has precedence
+        oom.release_memory()
+        return True
+
     def _shrink_micro_batches(self, phase: Phase, step: int, result: PassResult, has_shrunk: bool) -> None:
         """Make micro-batches smaller, because one did not fit. `has_shrunk`: not for the first time in this step.
 
@@ -389,7 +471,7 @@ class StepExecutor:
             )
         self._set_budget(phase, self._budget(phase).shrink(tokens, has_shrunk))
         rank = self.context.ranks.environment.rank if is_sharded else None
-        self._log_budget(phase, step, "shrink", tokens, rank)
+        self._log_budget(phase, step, "shrink", tokens, rank=rank)
         if is_sharded:  # the other ranks wait inside a pass that cannot be completed
             raise PeersLostError(
                 f"{rows} rows ({tokens} tokens) did not fit into memory at step {step}; the base is sharded, so all "
@@ -425,12 +507,29 @@ class StepExecutor:
             self._set_budget(phase, MicrobatchBudget(**recorded["budget"]))
 
     def _log_budget(
-        self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int, rank: int | None = None
+        self,
+        phase: Phase,
+        step: int,
+        action: Literal["shrink", "grow"],
+        failed_tokens: int,
+        *,
+        rank: int | None = None,
+        is_early: bool = False,
     ) -> None:
-        """Write a budget to the journal. `rank`: the only rank whose budget has changed; None: all ranks."""
+        """Write a budget to the journal.
+
+        Args:
+            phase: phase of the budget.
+            step: first step of the budget.
+            action: how it has changed.
+            failed_tokens: padded tokens that did not fit, or with `is_early` would soon not fit.
+            rank: the only rank whose budget has changed; None: all ranks.
+            is_early: the budget shrinks before memory has run out.
+        """
         self.context.journal.append(
             "microbatch_budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
             budget=asdict(self._budget(phase)), **({} if rank is None else {"rank": rank}),
+            **({"is_early": True} if is_early else {}),
         )  # fmt: skip
 
     def _largest_micro_batch_tokens(self) -> int:
@@ -441,3 +540,7 @@ class StepExecutor:
         largest = machine.micro_batch_size * longest
         limit = machine.micro_batch_tokens
         return largest if limit is None else min(largest, max(longest, limit))
+
+
+def _name_statistics(result: PassResult) -> dict[str, float]:
+    return dict(zip(PREFERENCE_STATISTICS, result.statistics, strict=True)) if result.statistics else {}

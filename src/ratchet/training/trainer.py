@@ -8,18 +8,26 @@ import os
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, PeersLostError, StorageError
+from ratchet.models import oom
 from ratchet.models.loss import require_packing_isolation
 from ratchet.runs import status
 from ratchet.runs.journal import read_decisions
 from ratchet.training import checkpoint, distributed
 from ratchet.training.async_checkpoint import AsyncCheckpointer, CheckpointInterval, NullCheckpointer
 from ratchet.training.context import TrainingContext
+from ratchet.training.early_stopping import should_stop
+from ratchet.training.gpu_temperature import GpuThermometer
 from ratchet.training.group import GroupMember
+from ratchet.training.memory_ladder import MemoryLadder
 from ratchet.training.train_state import TrainState
 from ratchet.training.train_step import StepExecutor
+
+PAUSE_S = 1.0
+"""Seconds between two checks during a pause."""
 
 
 class TrainingLoop:
@@ -46,6 +54,11 @@ class TrainingLoop:
                 "the metrics of the steps between are lost, the training is not"
             )
         self.executor.recorded = distributed.merge_decisions(ranks, read_decisions(context.paths.journal, step))
+        if step == 0 and (warmup := context.settings.warmup_steps or 0) > self.plan.steps:
+            self._notice(
+                f"train.warmup_steps: found {warmup}, but the training has {self.plan.steps} steps, so it ends before "
+                "the learning rate has reached train.learning_rate"
+            )
         if step == 0:
             own_limit = context.initial_micro_batch_tokens
             smallest = min(limit for (limit,) in ranks.gather([math.inf if own_limit is None else own_limit]))
@@ -63,6 +76,8 @@ class TrainingLoop:
         self._submitted = self.state
         """State of the last snapshot that was submitted for saving."""
         self._is_checkpoint_due = self._must_save_together = False
+        self.ladder = MemoryLadder() if machine.memory_ladder and context.group is None else None
+        self.thermometer = GpuThermometer.of_device(context.device, machine.max_gpu_celsius, self._notice)
         self._exit_lock = threading.Lock()
         """After a stop request, the thread that seals the run takes this lock and never releases it."""
         context.faults.watch_disk(lambda: self.state.step + 1)
@@ -75,10 +90,9 @@ class TrainingLoop:
     @property
     def end_reason(self) -> str | None:
         """`completed` or `early_stopped` once training has ended."""
-        patience = self.context.settings.early_stopping.patience
         if self.state.step >= self.plan.steps:
             return "completed"
-        return "early_stopped" if patience and self.state.bad_validations >= patience else None
+        return "early_stopped" if should_stop(self.context.settings.early_stopping, self.state) else None
 
     def run(self) -> TrainState:
         """Train to the end; return the final state, which is sealed.
@@ -110,6 +124,9 @@ class TrainingLoop:
                 context.group.leave()
             context.memory_monitor.close()
             self.checkpointer.close()
+            if context.group is not None:  # a process of its own would end here
+                context.heartbeat.beat("save")
+                self.checkpointer.join()
 
     def _train(self) -> TrainState:
         monitor = self.context.memory_monitor
@@ -117,19 +134,18 @@ class TrainingLoop:
             if self._synchronize_ranks():
                 self._stop()
             is_best, step = False, self.state.step
-            is_due = step > 0 and (step % self.context.settings.validate_every_steps == 0 or step == self.plan.steps)
+            is_due = step > 0 and (step % self.plan.validation_interval == 0 or step == self.plan.steps)
             if is_due and step not in self.state.validation_loss:
                 monitor.enter("evaluation")
                 outcome = self.executor.validate()
                 if outcome is None:  # a stop was requested
+                    self._save_together()
                     continue
                 is_best = outcome
             has_ended = self.end_reason is not None
             if self._is_checkpoint_due or is_best or has_ended or self.executor.is_rollback_snapshot_due():
                 self._submit_checkpoint()
-            is_saved_together = self._must_save_together
-            if is_saved_together:
-                self._save_together()
+            is_saved_together = self._save_together()
             if has_ended and (self.context.group is None or is_saved_together):
                 break
             if has_ended:  # the next round begins with a common checkpoint
@@ -160,9 +176,44 @@ class TrainingLoop:
             return self._begin_round(group)
         is_saving = self.checkpointer.is_saving
         is_due = ranks.is_first and self.interval.is_due(self.state.step, time.monotonic()) and not is_saving
-        by_rank = ranks.gather([float(self.context.shutdown.is_requested), float(is_due)])
+        share = 0.0 if self.ladder is None else self.context.memory_monitor.read_used_share()
+        celsius = float(self.thermometer.celsius if self.thermometer.update() else 0)
+        by_rank = ranks.gather([float(self.context.shutdown.is_requested), float(is_due), share, celsius])
         self._is_checkpoint_due = bool(by_rank[0][1])
-        return any(is_requested for is_requested, _ in by_rank)
+        self._act_on_memory(max(share for _, _, share, _ in by_rank))
+        if hottest := max(celsius for *_, celsius in by_rank):
+            return self._cool_down(int(hottest))
+        return any(is_requested for is_requested, *_ in by_rank)
+
+    def _act_on_memory(self, share: float) -> None:
+        """Take the reactions of the memory ladder; all ranks take the same ones."""
+        for rung in () if self.ladder is None else self.ladder.climb(share):
+            text = f"memory: {share:.0%} of the device are in use after step {self.state.step}"
+            if rung in ("shrink", "checkpoint"):
+                is_smaller = self.executor.shrink_before_out_of_memory(rung == "checkpoint")
+                text += "; micro-batches are smaller" if is_smaller else "; micro-batches have one row already"
+            if rung == "checkpoint":
+                self._is_checkpoint_due = True
+                text += ", and a checkpoint is saved"
+            if rung == "free_caches":
+                oom.release_memory()
+                text += "; caches are freed"
+            self._notice(text)
+
+    def _cool_down(self, celsius: int) -> bool:
+        """Wait until the GPUs of all ranks have cooled down; return whether any rank was asked to stop."""
+        limit, started_s = self.context.machine.max_gpu_celsius, time.monotonic()
+        self._notice(f"paused after step {self.state.step}: a GPU has {celsius} °C (machine.max_gpu_celsius: {limit})")
+        is_hot, is_stopping = True, False
+        while is_hot and not is_stopping:
+            time.sleep(PAUSE_S)
+            self.context.heartbeat.beat("peers")
+            flags = [float(self.context.shutdown.is_requested), float(self.thermometer.update())]
+            stops, hot = zip(*self.context.ranks.gather(flags), strict=True)
+            is_stopping, is_hot = any(stops), any(hot)
+        if not is_stopping:
+            self._notice(f"continues after a pause of {time.monotonic() - started_s:.0f} s")
+        return is_stopping
 
     def _begin_round(self, group: GroupMember) -> bool:
         """Begin a round of the group; return whether this run was asked to stop, and so has left the group.
@@ -171,38 +222,37 @@ class TrainingLoop:
         steps without it.
         """
         shutdown = self.context.shutdown
+        if self.thermometer.update():  # the other runs wait for this one
+            self._cool_down(self.thermometer.celsius)
         has_ended, is_stopping = self.end_reason is not None, shutdown.is_requested
         is_due = self.interval.is_due(self.state.step, time.monotonic())
         self._must_save_together = group.begin_round(is_due or has_ended or is_stopping)
         self._is_checkpoint_due = self._must_save_together
         if is_stopping:
-            if self._must_save_together:
-                self._submit_checkpoint()
-                self._save_together()
+            self._save_together()
             group.leave()
         return is_stopping
 
-    def _save_together(self) -> None:
-        """Wait until the checkpoint of this step is sealed, and until all runs of the group have sealed theirs."""
+    def _save_together(self) -> bool:
+        """If all runs of the group must save a checkpoint in this round, save this run's, and wait until all are
+        sealed. Return whether they had to."""
         context, group = self.context, self.context.group
-        if group is None:
-            raise RuntimeError("the run is in no group")
+        if group is None or not self._must_save_together:
+            return False
         self._must_save_together = False
+        self._submit_checkpoint()
         # If the disk fails, the group continues: the checkpointer reports it and tries again.
         is_saved = self.checkpointer.drain(context.machine.storage_timeout_s, lambda: context.heartbeat.beat("save"))
         if group.end_checkpoint(self.state.step if is_saved else None):
             self.checkpointer.kept_step = self.state.step
+        return True
 
     # Checkpoints.
 
     def _restore(self, identity: dict[str, Any]) -> None:
         """Restore the newest checkpoint that any rank has."""
         context = self.context
-        path = distributed.agree_on_checkpoint(
-            context.ranks,
-            context.paths,
-            checkpoint.find_newest_valid(context.paths, context.spec, self._notice, self._max_restored_step),
-        )
+        path = distributed.agree_on_checkpoint(context.ranks, context.paths, self._find_checkpoint())
         if context.ranks.environment.is_writer:
             checkpoint.quarantine_newer(context.paths, path)
         context.ranks.any(False)  # a barrier: checkpoints are copied and renamed before any rank reads or writes one
@@ -215,6 +265,15 @@ class TrainingLoop:
         if rollback_step not in (0, snapshot.state.step):
             rollback_snapshot = checkpoint.read(context.paths.checkpoint(rollback_step))
         self.executor.restore(snapshot, rollback_snapshot)
+
+    def _find_checkpoint(self) -> Path | None:
+        """Return the newest valid checkpoint; in a group, that of the last common checkpoint, if it is valid."""
+        context, step = self.context, None if self.context.group is None else self.context.group.resume_step
+        path = checkpoint.find_newest_valid(context.paths, context.spec, self._notice, step)
+        if step is None or path == context.paths.checkpoint(step):
+            return path
+        self._notice(f"the common checkpoint of step {step} cannot be used; from here on not bit-exact")
+        return checkpoint.find_newest_valid(context.paths, context.spec, self._notice)
 
     def _is_submitted(self) -> bool:
         """Return whether the current state was submitted for saving.
@@ -233,11 +292,6 @@ class TrainingLoop:
         self._submitted = snapshot.state
         self.interval.record(snapshot.state.step, time.monotonic(), blocked_s, self.checkpointer.save_s)
         self.checkpointer.submit(snapshot, blocked_s)
-
-    @property
-    def _max_restored_step(self) -> int | None:
-        """Step of the last common checkpoint of the group, if the group must resume from it."""
-        return None if self.context.group is None else self.context.group.resume_step
 
     # The end after a stop request.
 

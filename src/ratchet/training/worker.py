@@ -5,6 +5,7 @@ analysis and model card. It uses only the run directory: no MLflow, no Optuna, n
 """
 
 import math
+import os
 import platform
 import socket
 import time
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 from ratchet.config.machine import Machine
+from ratchet.config.train import Train
 from ratchet.data import token_files
-from ratchet.data.batches import BatchPlan
+from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.errors import (
     EXIT_OK,
     DamagedFileError,
@@ -28,9 +30,10 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.models import adapters, base_model, loading, model_card, model_spec, targets, vocabulary
+from ratchet.models import adapters, base_model, initialization, loading, model_card, model_spec, targets, vocabulary
 from ratchet.models.memory import parameters as model_parameters
 from ratchet.models.memory.forecast import MemoryWorkload
+from ratchet.models.start_adapter import StartAdapter
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.fault_injection.injection import FaultInjector
@@ -45,7 +48,7 @@ from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
 from ratchet.training.exit_codes import report_worker_end
-from ratchet.training.group import GroupMember, MemberShutdown, TrainingGroup
+from ratchet.training.group import GroupMember, MemberShutdown, TrainingGroup, is_device_lost
 from ratchet.training.memory_monitor import InitialMemoryPlan, MemoryMonitor
 from ratchet.training.trainer import TrainingLoop
 
@@ -93,13 +96,20 @@ def run_member(
     def notice(text: str) -> None:
         journal.append("notice", text=text)
 
-    member = group.join(paths.root.name, shutdown, heartbeat, notice)
     try:
-        _train(paths, journal, shutdown, heartbeat, member)
+        delay_s = TrainingLaunchSpec.load(paths.launch).machine.restart_delay_s
+        member = group.join(paths.root.name, shutdown, heartbeat, notice, delay_s)
+        try:
+            _train(paths, journal, shutdown, heartbeat, member)
+        finally:
+            member.end()
     except BaseException as error:
-        return report_worker_end(error, journal, MEMORY_ADVICE)
+        exit_code = report_worker_end(error, journal, MEMORY_ADVICE)
+        if is_device_lost(error):
+            os._exit(exit_code)  # no run of this process can continue; all of them are started again in another one
+        return exit_code
     finally:
-        member.leave()
+        journal.close()
     return EXIT_OK
 
 
@@ -185,7 +195,8 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     base_model.verify_files(base_path, launch.base.files)
     data = Path(launch.data_path)
     files.verify_sealed(data, "data")
-    train_rows, validation_rows = token_files.load_rows(data, "train"), token_files.load_rows(data, "validation")
+    answers = spec.train.rows_per_example
+    train_rows, validation_rows = (token_files.load_rows(data, split, answers) for split in ("train", "validation"))
     plan = BatchPlan(train_rows.lengths, spec.train)
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
     if spec.distillation_digest and launch.distillation_path:
@@ -217,7 +228,8 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
 
     def load_model() -> loading.Model:
         with nullcontext() if attempt.group is None else attempt.group.computing():
-            model = _load_with_adapter(attempt, device, plan.steps, monitor, is_sharded)
+            heartbeat.beat("load")
+            model = _load_with_adapter(attempt, device, plan, train_rows, monitor, is_sharded)
         if recompute:
             adapters.enable_activation_checkpointing(model)
         if is_sharded:
@@ -229,7 +241,7 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     return TrainingContext(
         spec=spec,
         machine=machine,
-        model=ranks.run_in_turns(load_model) if is_sharded else load_model(),
+        model=_unify_adapters(ranks.run_in_turns(load_model) if is_sharded else load_model(), ranks, spec.train),
         device=device,
         train_rows=train_rows,
         validation_rows=validation_rows,
@@ -251,6 +263,17 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
         teacher=teacher,
         group=attempt.group,
     )
+
+
+def _unify_adapters(model: loading.Model, ranks: RankGroup, settings: Train) -> loading.Model:
+    """Give all ranks the adapter of rank 0 if it was computed from data or weights, because other hardware may compute
+    other singular vectors. Return the model."""
+    if settings.initialization in ("loftq", "eva"):
+        own = {name: parameter.detach() for name, parameter in adapters.trainable_parameters(model)}
+        first, *_ = ranks.gather_tensors(own)
+        for name, parameter in own.items():
+            parameter.copy_(first[name])
+    return model
 
 
 def _plan_memory(attempt: _Attempt, base: model_spec.ModelSpec, work: MemoryWorkload) -> InitialMemoryPlan:
@@ -313,7 +336,12 @@ def _select_device(machine: Machine, environment: RankEnvironment) -> torch.devi
 
 
 def _load_with_adapter(
-    attempt: _Attempt, device: torch.device, steps: int, monitor: MemoryMonitor, on_host: bool
+    attempt: _Attempt,
+    device: torch.device,
+    plan: BatchPlan,
+    train_rows: TokenRows,
+    monitor: MemoryMonitor,
+    on_host: bool,
 ) -> loading.Model:
     """Load the base with a new adapter. `on_host`: the base must be complete in the host's memory to be sharded."""
     spec, launch, group = attempt.spec, attempt.launch, attempt.group
@@ -328,7 +356,20 @@ def _load_with_adapter(
     tokenizer = base_model.open_tokenizer(path, launch.base.remote_code)
     vocabulary.add_tokens(tokenizer, launch.base.added_tokens)
     new_tokens = vocabulary.list_new_token_ids(tokenizer, launch.base, base)
-    model = adapters.attach(base, spec.train, spec.base_digest, new_tokens, steps)
+    model = adapters.attach(base, spec.train, spec.base_digest, new_tokens, plan.steps)
+    # A resumed attempt does it again, because its checkpoint may turn out to be damaged.
+    attempt.heartbeat.beat("load")
+    if spec.train.initialization == "loftq":
+        initialization.correct_quantization(model, path)
+    if spec.train.initialization == "eva":
+        rows = (row for step in range(plan.steps) for sequence in plan.batch(step) for row in sequence)
+        initialization.explain_inputs(
+            model, (train_rows.list_ids(row) for row in rows), torch.device("cpu") if on_host else device
+        )
+    if spec.train.init_adapter is not None:
+        start = StartAdapter(Path(str(launch.start_path)))
+        start.require_digest(spec.train.init_adapter)
+        adapters.start_from(model, start)
     if group is not None:
         group.attach(model, device)
     return model
@@ -379,7 +420,7 @@ def _seal(loop: TrainingLoop, adapter_analysis: AdapterAnalysis, base: BaseCard,
     context, spec, state = loop.context, loop.context.spec, loop.state
     with files.sealed_directory(context.paths.result, RESULT) as scratch:
         saved = scratch / "adapter"
-        adapters.save(context.model, saved, spec.base_digest)
+        adapters.save(context.model, saved, base_model.refer_to(base))
         for name, step in (("best", state.best_step), ("last", state.step)):
             files.link_tree(context.paths.checkpoint(step), scratch / "checkpoints" / name)
         report = TrainReport(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ratchet.config.settings import Settings
 from ratchet.config.units import format_duration
+from ratchet.data.batches import count_validation_interval
 from ratchet.errors import RatchetError
 from ratchet.runs.directory import RunSpec, list_runs, recency
 from ratchet.storage.layout import ProjectLayout
@@ -69,14 +70,14 @@ def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpac
         trials=sweep.trials,
         complete_trainings=max(1, sweep.finalists.top_k),
         training_tokens=round(card.lengths["train"].trained * epochs),
-        first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs),
+        first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs, card.splits["train"]),
         tokens_per_s=_measure_speed(layout, settings),
         workers=workers,
         max_tokens=sweep.max_tokens,
     )
 
 
-def _compute_first_pruning_share(settings: Settings, longest_rows: float) -> float:
+def _compute_first_pruning_share(settings: Settings, longest_rows: float, epoch_rows: int) -> float:
     """Return the share of the longest training after which a trial can first be pruned: the first validation at or
     after the first rung.
 
@@ -85,7 +86,7 @@ def _compute_first_pruning_share(settings: Settings, longest_rows: float) -> flo
     pruner = settings.sweep.resolved_pruner
     if pruner.kind == "none" or pruner.min_resource_fraction >= LAST_RUNG:
         return 1.0
-    rows_between = settings.train.validate_every_steps * settings.train.batch_size
+    rows_between = count_validation_interval(settings.train, epoch_rows) * settings.train.batch_size
     validations = max(1, math.ceil(pruner.min_resource_fraction * longest_rows / rows_between))
     return min(1.0, validations * rows_between / longest_rows)
 

@@ -8,7 +8,7 @@ or on another machine, the same history gives the same next step.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,12 +140,12 @@ def leader_numbers(trials: Iterable[Trial], objectives: Sequence[SweepObjective]
 
 @dataclass(frozen=True)
 class FinalistTraining:
-    """A completed or failed training of a finalist with a further seed."""
+    """A completed or failed training of a finalist in the final round."""
 
     number: int
     """Number of the trial."""
     index: int
-    """Index of the seed, from 1; 0 is the trial's own run."""
+    """Index of the seed; 0 is the trial's own run, which is trained again if a group has trained it."""
     run_id: str
     failed: str = ""
     """Reason of a failure, for example that the training diverged; the finalist is then dropped. Empty if the training
@@ -161,20 +161,40 @@ passes the results as `scores` in the next call of `plan_next_step`."""
 
 
 def plan_next_step(
-    sweep: Sweep, trials: Sequence[Trial], trainings: Sequence[FinalistTraining], scores: Mapping[str, ValidationScores]
+    sweep: Sweep,
+    trials: Sequence[Trial],
+    trainings: Sequence[FinalistTraining],
+    scores: Mapping[str, ValidationScores],
+    grouped: Collection[int] = (),
 ) -> Step:
     """Return the next step of the final round.
 
-    All trials of the search must be over. `trainings` are those of finalists with further seeds; scores are by run id.
+    Args:
+        sweep: settings.
+        trials: trials of the search; all of them must be over.
+        trainings: trainings of the final round that are over.
+        scores: scores by run id.
+        grouped: numbers of the trials that a group has trained. Their own runs are trained first; if that fails, the
+            next best trial takes the place of the finalist.
 
     Raises:
         DataError: no trial is complete, or runs were scored on different rows.
     """
     objectives = sweep_objectives(sweep)
-    chosen = best_trials(trials, objectives, max(1, sweep.finalists.top_k))
+    failures = {(training.number, training.index): training.failed for training in trainings if training.failed}
+    candidates = [trial for trial in trials if (trial.number, 0) not in failures]
+    chosen = best_trials(candidates, objectives, max(1, sweep.finalists.top_k))
+    failed = "; ".join(f"trial {number}: {reason}" for (number, index), reason in failures.items() if not index)
+    remark = f"; not trained alone without failures: {failed}" if failed else ""
+    if not chosen and failed:
+        raise DataError(f"no finalist could be trained alone, after a group had trained it: {failed}")
     if not chosen:
         raise DataError(f"none of the {len(trials)} trials is complete; there are no finalists to compare")
+    runs = {(trial.number, 0): str(trial.run_id) for trial in chosen if trial.number not in grouped}
+    runs |= {(training.number, training.index): training.run_id for training in trainings if not training.failed}
     if len(chosen) == 1:
+        if (chosen[0].number, 0) not in runs:
+            return ((chosen[0].number, 0),)
         trial, objective, value = chosen[0], objectives[0], chosen[0].objectives[0]
         cause = (
             f"sweep.finalists.top_k is {sweep.finalists.top_k}" if sweep.finalists.top_k < 2 else "it is the only one"
@@ -186,12 +206,10 @@ def plan_next_step(
         return FinalRound(
             metric=objective.metric, direction=objective.direction, rows=0, finalists=(finalist,), comparisons=(),
             winner=trial.number,
-            reason=f"trial {trial.number} is the best of the search; it was not compared because {cause}",
+            reason=f"trial {trial.number} is the best of the search; it was not compared because {cause}{remark}",
         )  # fmt: skip
-    runs = {(trial.number, 0): str(trial.run_id) for trial in chosen}
-    runs |= {(training.number, training.index): training.run_id for training in trainings if not training.failed}
-    failures = {(training.number, training.index): training.failed for training in trainings if training.failed}
-    return _FinalRound(sweep, chosen, runs, failures, scores).next()
+    step = _FinalRound(sweep, chosen, runs, failures, scores).next()
+    return step.model_copy(update={"reason": step.reason + remark}) if isinstance(step, FinalRound) else step
 
 
 def select_comparison_objective(sweep: Sweep) -> tuple[ValidationMetric, SweepObjective]:

@@ -172,11 +172,12 @@ class FreezeThawSearch:
     @cached_property
     def _curve_indices(self) -> dict[int, int]:
         """Index of the curve of each lineage that has one, by the index of the lineage, without infeasible and failed
-        ones."""
+        ones and those that start from trained weights."""
         known = [
             index
             for index, lineage in enumerate(self._lineages)
-            if lineage.curve and lineage.decisive.state != "failed" and not is_infeasible(lineage.decisive)
+            if lineage.curve and not lineage.starts_from_weights
+            if lineage.decisive.state != "failed" and not is_infeasible(lineage.decisive)
         ]
         return {index: position for position, index in enumerate(known)}
 

@@ -5,7 +5,7 @@ trains the runs of all of them in one process.
 """
 
 import os
-import shutil
+import select
 import tempfile
 import time
 from pathlib import Path
@@ -14,18 +14,15 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.fork_server import ForkedProcess, ForkServer, Program
-from ratchet.runs.gpus import count_visible_gpus
 from ratchet.runs.group_connection import listen
 from ratchet.runs.log import print_message
 from ratchet.runs.rendezvous import has_agent
 from ratchet.runs.signals import StopSignal
 from ratchet.storage import files
+from ratchet.training.group_main import RECORD
 from ratchet.tuning.worker_pool import LocalWorkerLauncher, WorkerPool
 
 GROUP_MODULE = "ratchet.training.group_main"
-MAX_AUTO_TRIALS = 8
-"""Largest number of trials that a GPU trains together, unless sweep.concurrent_trials is a number. Trials that do not
-fit into memory wait (training/group.py)."""
 POLL_S = 0.5
 MIN_LIFE_S = 5.0
 """A group that has died is started again at once, but at most once in this number of seconds."""
@@ -34,14 +31,15 @@ MIN_LIFE_S = 5.0
 def count_concurrent_trials(settings: Settings) -> int:
     """Return how many trials a worker on this machine trains together.
 
-    `auto` is 1 without a GPU: the rows of one trial keep a CPU busy (docs/performance.md).
+    It is 1 if the settings of section train do not allow a group. `auto` is 1: the rows of one trial keep a CPU busy
+    (docs/performance.md), and groups are not measured on a GPU yet.
     """
     if has_agent(settings.machine):  # each trial needs several ranks
         return 1
+    if settings.train.grouping_obstacle is not None and "train.initialization" not in settings.sweep.space:
+        return 1
     setting = settings.sweep.concurrent_trials
-    if setting != "auto":
-        return setting
-    return MAX_AUTO_TRIALS if count_visible_gpus() else 1
+    return 1 if setting == "auto" else setting
 
 
 def run_group(
@@ -71,13 +69,13 @@ def run_group(
             pool = WorkerPool(launcher, count, folder, None, print_message)
             try:
                 while pool.poll() and not stop.is_requested:
-                    group.ensure()
+                    group.ensure(is_needed=bool(select.select([listener], [], [], 0)[0]))
                     stop.wait(POLL_S, _do_nothing)
             finally:
                 pool.stop(grace_s)
     if stop.is_requested:
         raise InterruptedRunError("stopped on request")
-    shutil.rmtree(folder)
+    (folder / RECORD).unlink(missing_ok=True)
 
 
 class _Group:
@@ -88,15 +86,16 @@ class _Group:
         self._process: ForkedProcess | None = None
         self._started_s = 0.0
 
-    def ensure(self) -> None:
-        """Start the process if it does not run."""
-        if self._process is not None and self._process.poll() is None:
+    def ensure(self, is_needed: bool) -> None:
+        """Start the process if a run needs it, and it does not run."""
+        exit_code = None if self._process is None else self._process.poll()
+        if self._process is not None and exit_code is None:
             return
         now_s = time.monotonic()
-        if self._process is not None:
-            if now_s - self._started_s < MIN_LIFE_S:
-                return
-            print_message(f"the training group died (exit code {self._process.poll()}); starting another one")
+        if not is_needed or (exit_code and now_s - self._started_s < MIN_LIFE_S):
+            return
+        if exit_code:
+            print_message(f"the training group died (exit code {exit_code}); starting another one")
         self._started_s = now_s
         environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # see runs/supervisor.py
         with (self._folder / "group.log").open("ab") as log:

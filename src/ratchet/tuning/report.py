@@ -13,6 +13,7 @@ from ratchet.config.params_file import amend_text, get_value
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
 from ratchet.errors import DataError
+from ratchet.models.start_adapter import INIT_ADAPTER
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -134,7 +135,8 @@ class AdoptedTrial(Record):
     diff: tuple[str, ...]
     """Lines of a unified diff of params.yaml; empty if the file already had these values."""
     conditional: tuple[str, ...]
-    """Changed hyperparameters that trials set only under a condition; in params.yaml, no condition applies to them."""
+    """Changed hyperparameters that not all trials set: under a condition, or the weights from which a clone starts. In
+    params.yaml, they apply to all."""
 
 
 def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, number: int | None) -> AdoptedTrial:
@@ -160,7 +162,10 @@ def adopt_trial(layout: ProjectLayout, settings: Settings, report: SweepReport, 
         run_id=run_id,
         is_trained_here=RunPaths(layout.runs / run_id).is_finished(),
         diff=diff,
-        conditional=tuple(axis.name for axis in report.axes if axis.conditional and axis.name in changes),
+        conditional=tuple(
+            [axis.name for axis in report.axes if axis.conditional and axis.name in changes]
+            + [name for name in changes if name == INIT_ADAPTER]
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
 
 from ratchet.config.sweep import SamplerSettings
+from ratchet.models.start_adapter import INIT_ADAPTER
 from ratchet.storage import digests
 from ratchet.storage.records.sweep import SweepObjective, Trial
 from ratchet.tuning.search_space import (
@@ -252,12 +253,17 @@ class TrialLineage:
         return self.trials[0].request is not None
 
     @property
+    def starts_from_weights(self) -> bool:
+        """Whether it starts from trained weights, so that its losses are not those of its values alone."""
+        return INIT_ADAPTER in self.values
+
+    @property
     def competes(self) -> bool:
         """Whether pruners compare other trainings with it; False if its last trial is failed or infeasible.
 
         Such a training may have a good curve.
         """
-        return self.trials[-1].state not in ("failed", "infeasible")
+        return self.trials[-1].state not in ("failed", "infeasible") and not self.starts_from_weights
 
 
 def group_by_lineage(history: Iterable[Trial]) -> list[TrialLineage]:

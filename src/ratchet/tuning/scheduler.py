@@ -7,7 +7,7 @@ validation rows in a separate process (`score_runs`), because this module does n
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import IO, Any
@@ -21,7 +21,17 @@ from ratchet.config.settings import Settings
 from ratchet.config.sweep import PrunerSettings, SamplerSettings
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, LockHeldError, RatchetError, SettingsError
+from ratchet.errors import (
+    EXIT_INTERRUPTED,
+    DataError,
+    InputError,
+    InterruptedRunError,
+    LockHeldError,
+    RatchetError,
+    SettingsError,
+)
+from ratchet.models.start_adapter import INIT_ADAPTER
+from ratchet.runs.device_lock import DeviceLock
 from ratchet.runs.directory import RunDirectory, RunPaths, RunSpec
 from ratchet.runs.fork_server import ForkServer, Program
 from ratchet.runs.supervisor import supervise
@@ -39,7 +49,7 @@ from ratchet.storage.records.evaluation import (
 )
 from ratchet.storage.records.sweep import FinalRound, TrainingCost, Trial, TrialRequest
 from ratchet.storage.records.training import TrainReport
-from ratchet.training.run_spec import build_launch, build_run_spec
+from ratchet.training.run_spec import build_launch, build_run_spec, resolve_train
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.freeze_thaw import Continuation, FreezeThawSearch, NewTrial, has_reached_rung
 from ratchet.tuning.leases import SweepWorker
@@ -99,14 +109,19 @@ class TrialScheduler:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each training row."""
-        return token_files.read_lengths(self.layout.data, "train")
+        """Tokens of each training row; with two rows for each pair of answers."""
+        return token_files.read_lengths(self.layout.data, "train", self.settings.train.rows_per_example)
+
+    @property
+    def examples(self) -> int:
+        """Number of training rows, or of pairs."""
+        return len(self.lengths) // self.settings.train.rows_per_example
 
     @cached_property
     def longest_rows(self) -> int:
         """Number of rows that the longest training processes, which is the training with the most epochs in the
         space."""
-        return max(1, round(longest_epochs(self.space, self.settings) * len(self.lengths)))
+        return max(1, round(longest_epochs(self.space, self.settings) * self.examples))
 
     def next(self) -> TrialTask | Idle:
         """Take over a trial, continue a pruned one, or begin a new one."""
@@ -246,15 +261,18 @@ class TrialScheduler:
         return build_run_spec(self.layout, self.settings)
 
     def run_id(self, values: Mapping[str, Any]) -> str | None:
-        """Return the run id of these values; None if they are invalid settings."""
+        """Return the run id of these values; None if they are invalid settings, or the weights from which the training
+        starts are missing."""
         try:
             return self.require_run_id(values)
-        except SettingsError:
+        except InputError:
             return None
 
     def require_run_id(self, values: Mapping[str, Any]) -> str:
-        """Return the run id of these values. Raises SettingsError if they are invalid settings."""
-        train = apply_values(self.settings, values).train
+        """Return the run id of these values. Raises SettingsError if they are invalid settings, and DataError if the
+        weights from which the training starts are missing."""
+        chosen, spec = apply_values(self.settings, values).train, self._spec
+        train, _ = resolve_train(self.layout, chosen, spec.data_digest, spec.base_digest)
         is_grouped = True if self.is_grouped and train.grouping_obstacle is None else None
         return self._spec.model_copy(update={"train": train, "is_grouped": is_grouped}).run_id
 
@@ -269,13 +287,16 @@ class TrialScheduler:
         try:
             settings = apply_values(self.settings, values)
             self._rows_per_step(settings)
-        except SettingsError as error:
-            now = time.time()
-            infeasible = Trial(
-                number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
-                cause="data", reason=str(error), started=now, ended=now, request=request,
+            if run_id is None:
+                run_id = self.require_run_id(values)
+        except InputError as error:
+            now, is_infeasible = time.time(), isinstance(error, SettingsError)
+            refused = Trial(
+                number=0, values=dict(values), run_id=None, state="infeasible" if is_infeasible else "failed",
+                constraints={"settings": UNKNOWN} if is_infeasible else {}, cause="data", reason=str(error),
+                started=now, ended=now, request=request,
             )  # fmt: skip
-            self.store.add(infeasible, params)  # the sampler learns from invalid values too
+            self.store.add(refused, params)  # the sampler learns from invalid values too
             return None
         number = self.store.begin(values, params, run_id, self.worker, continues, request)
         return self._make_task(self.store.trials()[number])
@@ -283,11 +304,12 @@ class TrialScheduler:
     def _rows_per_step(self, settings: Settings) -> float:
         """Return rows per optimizer step. Raises SettingsError if rows do not fit into the packs."""
         sequences = BatchPlan(self.lengths, settings.train).sequences
-        return settings.train.batch_size * len(self.lengths) / sequences
+        return settings.train.batch_size * self.examples / sequences
 
     def _make_task(self, trial: Trial) -> TrialTask:
         settings = apply_values(self.settings, trial.values)
-        trains_to_the_end = self._trains_to_the_end(trial)
+        # The losses of a trial that starts from trained weights say nothing about those of others.
+        trains_to_the_end = INIT_ADAPTER in trial.values or self._trains_to_the_end(trial)
 
         def decide_pruning(current: Trial) -> str | None:
             if trains_to_the_end:
@@ -364,6 +386,7 @@ class FinalRoundScheduler:
     """Starts trainings and processes that score."""
     check_stop: Callable[[], None]
     """Function that is called while a process scores; it raises an exception after a request to stop."""
+    device_lock: DeviceLock = field(default_factory=lambda: DeviceLock(None))
     _scores: dict[str, ValidationScores] = field(default_factory=dict)
 
     def next(self) -> TrialTask | WorkItem | Idle:
@@ -372,14 +395,16 @@ class FinalRoundScheduler:
             history = self.search.trials()
             if any(not trial.is_over for trial in history):
                 return "wait"
-            history = [self._with_own_run(trial) for trial in history]
+            searched, history = history, [self._with_own_run(trial) for trial in history]
+            grouped = {trial.number for trial, own in zip(searched, history, strict=True) if trial.run_id != own.run_id}
             has_front = len(self.settings.sweep.objectives) > 1  # it has no winner: the user chooses
             is_stopped = bool(self.search.notes().get(final_round.STOPPED))
             if has_front or is_stopped or not any(trial.state == "complete" for trial in history):
                 return "over"
             if (trial := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
                 return self._make_task(trial)
-            step = final_round.plan_next_step(self.settings.sweep, history, self._trainings(history), self._scores)
+            trainings = self._trainings(history, grouped)
+            step = final_round.plan_next_step(self.settings.sweep, history, trainings, self._scores, grouped)
             if isinstance(step, FinalRound):
                 self.search.note(FINAL_ROUND_NOTE, step.model_dump(mode="json"))
                 return "over"
@@ -398,16 +423,20 @@ class FinalRoundScheduler:
                 return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 
-    def _trainings(self, history: list[Trial]) -> list[final_round.FinalistTraining]:
-        """Return the trainings with further seeds that are over, including failed ones."""
+    def _trainings(self, history: list[Trial], grouped: Collection[int]) -> list[final_round.FinalistTraining]:
+        """Return the trainings of the final round that are over, including failed ones."""
         by_run = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
         trainings = []
         for trial in history:
             if trial.state != "complete":
                 continue
-            for index in range(1, self.settings.sweep.finalists.seeds):
+            for index in range(0 if trial.number in grouped else 1, self.settings.sweep.finalists.seeds):
                 values = final_round.values_for_seed(self.settings, trial, index)
-                seed = by_run.get(build_run_spec(self.layout, apply_values(self.settings, values)).run_id)
+                try:
+                    run_id = build_run_spec(self.layout, apply_values(self.settings, values)).run_id
+                except DataError:  # see _with_own_run
+                    continue
+                seed = by_run.get(run_id)
                 if seed is not None and seed.run_id is not None:
                     failed = "" if seed.state == "complete" else seed.reason or seed.state
                     trainings.append(final_round.FinalistTraining(trial.number, index, seed.run_id, failed))
@@ -415,11 +444,14 @@ class FinalRoundScheduler:
 
     def _with_own_run(self, trial: Trial) -> Trial:
         """Return the trial with the run that is trained alone. The search may have trained it in a group, which rounds
-        differently; then `_score` trains it again, so that what is compared and adopted does not depend on the
-        group."""
+        differently; then the final round trains it again, so that what is compared and adopted does not depend on
+        the group."""
         if trial.state != "complete":
             return trial
-        spec = build_run_spec(self.layout, apply_values(self.settings, trial.values))
+        try:
+            spec = build_run_spec(self.layout, apply_values(self.settings, trial.values))
+        except DataError:  # the weights from which it started are on another machine
+            return trial
         return trial.model_copy(update={"run_id": spec.run_id})
 
     def _make_task(self, trial: Trial) -> TrialTask:
@@ -429,7 +461,8 @@ class FinalRoundScheduler:
     def _compute_objectives(self, report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
         metric, _ = final_round.select_comparison_objective(self.settings.sweep)
         job = ValidationJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
-        [scores] = score_runs(self.layout, self.settings, job, self.server, self.check_stop)
+        with self.device_lock.hold(is_exclusive=True, check_stop=self.check_stop):
+            [scores] = score_runs(self.layout, self.settings, job, self.server, self.check_stop)
         return (scores.metrics[metric],)
 
     def _score(self, job: ValidationJob, history: list[Trial]) -> None:
@@ -442,19 +475,19 @@ class FinalRoundScheduler:
             except LockHeldError:
                 self.check_stop()
         try:
-            for run_id in job.run_ids:
-                # Only another machine has trained it, or a group.
-                if not RunPaths(self.layout.runs / run_id).is_finished():
-                    trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
-                    settings = apply_values(self.settings, trial.values)
-                    run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
-                    try:  # the result is the same
-                        launch = build_launch(self.layout, settings)
-                        supervise(run, launch, [], code_version(), server=self.server)
-                    finally:
-                        run.close()
-            for scores in score_runs(self.layout, self.settings, job, self.server, self.check_stop):
-                self._scores[scores.run_id] = scores
+            with self.device_lock.hold(is_exclusive=True, check_stop=self.check_stop):
+                for run_id in job.run_ids:
+                    if not RunPaths(self.layout.runs / run_id).is_finished():  # only another machine has trained it
+                        trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
+                        settings = apply_values(self.settings, trial.values)
+                        run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
+                        try:  # the result is the same
+                            launch = build_launch(self.layout, settings)
+                            supervise(run, launch, [], code_version(), server=self.server)
+                        finally:
+                            run.close()
+                for scores in score_runs(self.layout, self.settings, job, self.server, self.check_stop):
+                    self._scores[scores.run_id] = scores
         finally:
             lock.release()
 

@@ -152,10 +152,30 @@ def find_searchable_setting(key: str) -> SettingField:
         raise make_space_error(
             key, "a seed cannot be searched: a lucky seed is no better model; finalists are trained with several seeds"
         )
+    if key == "train.objective":
+        raise make_space_error(key, "losses of different objectives cannot be compared; sweep each by itself")
     setting = _all_settings()[key]
     if setting.kind == "map":
         raise make_space_error(key, "has a value for each name and cannot be searched")
     return setting
+
+
+def _find_preference_problems(settings: Settings) -> Iterator[str]:
+    """Yield why a sweep over preference tunings would compare losses that cannot be compared."""
+    sweep = settings.sweep
+    if settings.train.objective == "sft":
+        return
+    if any(aim.metric == "validation_loss" for aim in sweep.objectives):
+        yield (
+            f"params.yaml: sweep.objectives: found validation_loss, but the loss of {settings.train.objective} depends "
+            "on train.beta and on the reference; set [{metric: preference_accuracy}]"
+        )
+    if "train.beta" in sweep.space and sweep.resolved_pruner.kind != "none":
+        yield str(
+            make_space_error(
+                "train.beta", "trials are pruned by their loss, which depends on it; set sweep.pruner: {kind: none}"
+            )
+        )
 
 
 def find_train_setting(name: str) -> SettingField:
@@ -598,7 +618,7 @@ class SearchSpace:
                 "params.yaml: sweep.space: found no settings; add a setting of section train with its values, such as "
                 "train.rank: {low: 4, high: 64, log: true}"
             )
-        parameters, problems = [], []
+        parameters, problems = [], list(_find_preference_problems(settings))
         for key, parameter in space.items():
             try:
                 setting = find_searchable_setting(key)
@@ -663,7 +683,10 @@ class SearchSpace:
         return {d.name: snap_value(d, values[d.name]) for d in self.dimensions() if d.name in values}
 
     def contains(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the space has the values of a trial. A person may have chosen others (`change_values`)."""
+        """Return whether the space has the values of a trial. A person may have chosen others (`change_values`), or
+        another start of the training (`train.init_adapter`)."""
+        if not values.keys() <= {variable.name for variable in self.variables}:
+            return False
         try:
             self.select_drawn(values)
         except ValueError:

@@ -9,25 +9,22 @@ and the lock of a killed process stays for 30 s.
 """
 
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage, get_storage
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from ratchet.config.machine import find_study_storage_problem
-from ratchet.errors import DamagedFileError, LockHeldError, SettingsError, StorageError, first_line
+from ratchet.errors import DamagedFileError, LockHeldError, StorageError, first_line
 from ratchet.runs.log import print_message
-from ratchet.storage import files
+from ratchet.storage.databases import prepare_postgres, prepare_sqlite
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tuning.leases import SweepWorker
@@ -39,19 +36,8 @@ hangs or is stopped."""
 RETRY_DELAY_S = 1.0
 """Seconds between two attempts."""
 
-SQLITE_WAIT_S = 20.0
-"""Maximum number of seconds to wait for another process that writes into the SQLite file, which takes milliseconds."""
-
 _LOCK_KEY = {"high": 0x52617463, "low": 0x68657401}
 """Key of the advisory lock in Postgres: the text `Ratchet` and the number 1. The lock is valid within one database."""
-
-_SESSION = {
-    "tcp_keepalives_idle": "20",  # the server detects a lost machine after 50 s, and releases its locks
-    "tcp_keepalives_interval": "10",
-    "tcp_keepalives_count": "3",
-    "idle_in_transaction_session_timeout": "60s",  # a process that is stopped in a transaction would block others
-    "statement_timeout": "120s",  # above the wait for the advisory lock
-}
 
 Answer = TypeVar("Answer")
 
@@ -234,40 +220,12 @@ def open_storage(layout: ProjectLayout, url: str | None) -> StudyStorage:
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # otherwise Optuna logs every study and trial
     if url is not None:
-        return _open_postgres(url)
+        connect, where = prepare_postgres(url, SweepWorker.current().name)
+        return StudyStorage("postgres", where, connect)
     path = layout.studies
-    # A transaction that read first and wrote later would fail at once if another process wrote in between.
-    connect = partial(
-        sqlite3.connect, path, timeout=SQLITE_WAIT_S, isolation_level="IMMEDIATE", check_same_thread=False
-    )
-    try:
-        files.make_directory(path.parent)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; fix the disk, then run the same command again") from error
+    connect = prepare_sqlite(path)
     lock = FileLock(path.with_name(f"{path.name}.lock"), f"the studies of {path}")
     return StudyStorage("sqlite", str(path), connect, lock)
-
-
-def _open_postgres(url: str) -> StudyStorage:
-    if problem := find_study_storage_problem(url):
-        raise SettingsError(f"params.yaml: machine.study_storage: {problem}")
-    import psycopg  # a local sweep does not need it
-
-    address = make_url(re.sub(r"^[^:]*", "postgresql+psycopg", url))
-    own = address.query.get("options", "")
-    options = [own if isinstance(own, str) else " ".join(own), *(f"-c {k}={v}" for k, v in _SESSION.items())]
-    connect = partial(
-        psycopg.connect,
-        address.set(drivername="postgresql").render_as_string(hide_password=False),
-        connect_timeout=10,  # seconds
-        keepalives_idle=20,  # client and server detect the loss of the other side within a minute
-        keepalives_interval=10,
-        keepalives_count=3,
-        tcp_user_timeout=30_000,  # milliseconds
-        application_name=f"ratchet {SweepWorker.current().name}"[:63],  # the server cuts longer names, with a warning
-        options=" ".join(filter(None, options)),
-    )
-    return StudyStorage("postgres", address.set(drivername="postgresql").render_as_string(), connect)
 
 
 def retry_storage(operation: Callable[[], Answer], wait_s: float, check_stop: Callable[[], None]) -> Answer:

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, RatchetError
 from ratchet.redaction import print_exception, redact_stderr
+from ratchet.runs.device_lock import DeviceLock
 from ratchet.runs.directory import RunSpec
 from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.group_connection import GroupConnection, WorkerServer
@@ -45,14 +46,14 @@ def main(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     with ForkServer() as server, StopSignal().installed() as stop:
         project, worker_params = Path(arguments[0]), Path(arguments[1])
-        settings, group = params_file.load(worker_params), None
+        settings, group, device_lock = params_file.load(worker_params), None, DeviceLock(None)
         try:
             if len(arguments) > 4:
-                group = GroupConnection(Path(arguments[4]))
+                group, device_lock = GroupConnection(Path(arguments[4])), DeviceLock(Path(arguments[4]).parent)
             elif (count := group_worker.count_concurrent_trials(settings)) > 1:
                 group_worker.run_group(project, worker_params, arguments[3], count, stop, server)
                 return EXIT_OK
-            run_sweep_worker(ProjectLayout(project), settings, stop, server, group)
+            run_sweep_worker(ProjectLayout(project), settings, stop, server, group, device_lock)
         except RatchetError as error:
             print(f"{error}", file=sys.stderr)
             return error.exit_code
@@ -60,18 +61,26 @@ def main(arguments: list[str]) -> int:
 
 
 def run_sweep_worker(
-    layout: ProjectLayout, settings: Settings, stop: StopSignal, server: ForkServer, group: GroupConnection | None
+    layout: ProjectLayout,
+    settings: Settings,
+    stop: StopSignal,
+    server: ForkServer,
+    group: GroupConnection | None,
+    device_lock: DeviceLock,
 ) -> None:
-    """Run the trials of the search, then those of the final round. `server` starts the trainings, except those of the
-    search that `group` trains.
+    """Run the trials of the search, then those of the final round. `server` starts the trainings one at a time, except
+    those of the search that `group` trains.
 
     Raises:
         InterruptedRunError: a stop was requested; the running trial is sealed and released.
     """
     worker, wait_s = SweepWorker.current(), settings.machine.storage_timeout_s
 
-    def choose_server(spec: RunSpec) -> WorkerServer:
-        return group if group is not None and spec.is_grouped else server
+    @contextmanager
+    def take_server(spec: RunSpec, check_waiting: Callable[[], None]) -> Iterator[WorkerServer]:
+        is_grouped = group is not None and spec.is_grouped is True
+        with device_lock.hold(is_exclusive=not is_grouped, check_stop=check_waiting):
+            yield group if group is not None and is_grouped else server
 
     check_stop = partial(raise_if_requested, stop)
     with ExitStack() as stack:
@@ -79,12 +88,12 @@ def run_sweep_worker(
         search = TrialScheduler(
             layout, settings, session.store, worker, server, check_stop, is_grouped=group is not None
         )
-        run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, choose_server=choose_server)
+        run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, take_server=take_server)
         _run_all_trials(search, session, run, stop)
         seeds = retry_storage(
             lambda: open_final_store(session.store, session.identity, settings, session.space), wait_s, check_stop
         )
-        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, server, check_stop)
+        finals = FinalRoundScheduler(layout, settings, session.store, seeds, worker, server, check_stop, device_lock)
         _run_all_trials(finals, session, run, stop)
 
 

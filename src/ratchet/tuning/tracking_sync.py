@@ -1,4 +1,4 @@
-"""Sends the progress of a sweep to MLflow, in a thread of the sweep command; workers do not use MLflow.
+"""Sends the progress of a sweep to MLflow and other loggers, in threads of the sweep command; workers use neither.
 
 The thread replays the journals of local runs to callbacks, as a supervisor does, and then updates the study. Pure
 functions turn the sweep report into a parent run with metrics, and a child run for each training. Runs that MLflow has
@@ -276,10 +276,10 @@ class _JournalFeed:
 
 
 class SweepTrackingSync(threading.Thread):
-    """Thread that sends a sweep to MLflow while it runs.
+    """Thread that sends a sweep to MLflow, or its trials to other loggers, while it runs.
 
-    Only this thread calls `report`, `callback` and `tracker`. It calls `prepare` first, for example to end runs that
-    earlier sweeps left RUNNING.
+    Only this thread calls `callback` and `tracker`. It calls `prepare` first, for example to end runs that earlier
+    sweeps left RUNNING. Without a `tracker`, only the runs are sent. `receiver` is the name in messages.
     """
 
     def __init__(
@@ -287,10 +287,12 @@ class SweepTrackingSync(threading.Thread):
         runs: Path,
         report: Callable[[], SweepReport],
         callback: Callable[[str, Trial], RunCallback],
-        tracker: SweepTracker,
+        tracker: SweepTracker | None,
         prepare: Callable[[], None] | None = None,
+        receiver: str = "MLflow",
     ) -> None:
         super().__init__(name="sweep tracking", daemon=True)
+        self._receiver = receiver
         self._runs, self._report, self._callback, self._tracker = runs, report, callback, tracker
         self._prepare = prepare
         self._settled: dict[str, int] | None = None
@@ -305,6 +307,11 @@ class SweepTrackingSync(threading.Thread):
         self._is_concluded = False
         self._is_up_to_date = False
         """Whether the last round succeeded."""
+
+    @property
+    def has_tracker(self) -> bool:
+        """Whether the study is sent too."""
+        return self._tracker is not None
 
     def run(self) -> None:
         """Send new data until `close` is called, then the rest."""
@@ -340,7 +347,8 @@ class SweepTrackingSync(threading.Thread):
         done = not self.is_alive() and self._is_up_to_date and not self._pending and self._is_concluded
         if not done:
             missing = f"{len(self._pending)} runs" if self._pending else "the study"
-            print_message(f"MLflow does not have {missing} completely yet; the next start of this sweep sends the rest")
+            text = f"{self._receiver} does not have {missing} completely yet"
+            print_message(f"{text}; the next start of this sweep sends the rest")
         return done
 
     def _is_late(self) -> bool:
@@ -358,7 +366,7 @@ class SweepTrackingSync(threading.Thread):
             self._prepare = None
         report = self._report()
         if self._settled is None:
-            self._settled = dict(self._tracker.completed_trials(report.study))
+            self._settled = {} if self._tracker is None else dict(self._tracker.completed_trials(report.study))
         todo = [child for child in build_child_runs(report) if self._is_open(child)]
         todo.sort(key=lambda child: (child.status is not None, self._failures[child.key]))
         self._pending = {child.key for child in todo if child.status is not None}
@@ -368,7 +376,8 @@ class SweepTrackingSync(threading.Thread):
                 break
             ends -= child.status is not None
             failed += not self._try(partial(self._feed, child), child.key)
-        self._tracker.update(report, frozenset(self._pending))
+        if self._tracker is not None:
+            self._tracker.update(report, frozenset(self._pending))
 
     def _is_open(self, child: ChildRun) -> bool:
         """Return whether the run's journal is on this machine, and MLflow may lack some of its events."""

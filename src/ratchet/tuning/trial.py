@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import ObjectiveSettings
 from ratchet.errors import (
+    DataError,
     InputError,
     InterruptedRunError,
     LockHeldError,
@@ -67,6 +68,10 @@ Idle = Literal["wait", "over"]
 
 PruneDecision = Callable[[Trial], str | None]
 """Returns the reason to prune a trial with this curve; None: the trial continues."""
+
+TakeServer = Callable[[RunSpec, Callable[[], None]], AbstractContextManager[WorkerServer]]
+"""Returns a context in which the trainings of a run may be started, and what starts them. While it waits, it
+calls the second argument, which raises InterruptedRunError if the run must not wait any longer."""
 
 ObjectiveFunction = Callable[[TrainReport, TrainingCost], tuple[float, ...]]
 """Computes the objectives of a completed training."""
@@ -129,6 +134,14 @@ class TrialRunCallback:
         if self.is_lost:
             return "another worker has taken this trial over"
         return self.pruned_reason or (describe_request(self.request) if self.request else None)
+
+    def check_waiting(self) -> None:
+        """Raise InterruptedRunError if the trial must not wait for its training any longer."""
+        if self.is_lost:
+            raise InterruptedRunError("another worker has taken this trial over")
+        if self.request is not None:
+            raise InterruptedRunError(describe_request(self.request))
+        raise_if_requested(self.stop)
 
     def read_request(self) -> None:
         """Read whether a person has requested to stop or pause the trial. After a failure, the next call reads again.
@@ -200,21 +213,26 @@ def run_trial(
     layout: ProjectLayout,
     worker: SweepWorker,
     stop: StopSignal,
-    choose_server: Callable[[RunSpec], WorkerServer],
+    take_server: TakeServer,
     request: TrialRequest | None = None,
 ) -> None:
     """Train or continue a trial, and store its result in the study.
 
     If the training fails, the trial is infeasible or failed, and the sweep continues. During the run, its supervisor
     handles signals; `stop` has the other requests to stop this process. With the `request` of a person to stop or
-    pause it, the trial ends without training. `choose_server` returns what starts the trainings of a run.
+    pause it, the trial ends without training.
 
     Raises:
         InterruptedRunError: a stop was requested; a checkpoint is sealed, and the trial is released.
         TrialLeaseLostError: another worker has the trial; nothing was stored.
     """
     trial, number = task.trial, task.trial.number
-    launch, spec = build_launch(layout, task.settings), build_trial_spec(layout, task)
+    try:
+        launch, spec = build_launch(layout, task.settings), build_trial_spec(layout, task)
+    except InputError as error:
+        ended = {"state": "failed", "cause": "data", "reason": str(error), "ended": time.time()}
+        task.store.finish(number, trial.model_copy(update=ended), worker)
+        return
     # A trial runs on one machine; other machines run other trials.
     launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
@@ -224,7 +242,8 @@ def run_trial(
         try:
             run = _open_run(layout, task, spec, callback)
             try:
-                supervise(run, launch, [callback], code_version(), pruner=callback, server=choose_server(spec))
+                with take_server(spec, callback.check_waiting) as server:
+                    supervise(run, launch, [callback], code_version(), pruner=callback, server=server)
             finally:
                 run.close()
             if callback.pruned_reason is None:
@@ -257,9 +276,21 @@ def run_trial(
 
 
 def build_trial_spec(layout: ProjectLayout, task: TrialTask) -> RunSpec:
-    """Return the spec of a trial's run. An earlier start of the trial may have decided that a group trains it."""
+    """Return the spec of a trial's run. An earlier start of the trial may have decided that a group trains it.
+
+    Raises:
+        SettingsError: the values are invalid.
+        DataError: data, base, or the weights from which the training starts, are missing or are not those of the trial.
+    """
     spec = build_run_spec(layout, task.settings)
-    return spec if spec.run_id == task.trial.run_id else spec.model_copy(update={"is_grouped": True})
+    grouped = spec.model_copy(update={"is_grouped": True})
+    for candidate in (spec, grouped):
+        if candidate.run_id == task.trial.run_id:
+            return candidate
+    raise DataError(
+        f"trial {task.trial.number} is run {task.trial.run_id}, but data, base and the weights of train.init_adapter "
+        f"now define run {spec.run_id}; restore them, or start a new study (`ratchet sweep --fork`)"
+    )
 
 
 def _open_run(layout: ProjectLayout, task: TrialTask, spec: RunSpec, callback: TrialRunCallback) -> RunDirectory:
@@ -272,11 +303,7 @@ def _open_run(layout: ProjectLayout, task: TrialTask, spec: RunSpec, callback: T
             if not is_reported:
                 print_message(f"trial {task.trial.number} waits: {error}")
                 is_reported = True
-        if callback.is_lost:
-            raise InterruptedRunError("another worker has taken this trial over")
-        if callback.request is not None:
-            raise InterruptedRunError(describe_request(callback.request))
-        raise_if_requested(callback.stop)
+        callback.check_waiting()
         time.sleep(BUSY_POLL_S)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ratchet.errors import DataError, SettingsError
+from ratchet.models.start_adapter import INIT_ADAPTER
 from ratchet.storage.records.sweep import RequestAction, Trial, TrialRequest
 from ratchet.tuning.search_space import SearchSpace, format_value, to_tuples
 
@@ -28,7 +29,10 @@ def describe_request(request: TrialRequest) -> str:
 def describe_clone(trial: Trial) -> str:
     """Return from which trial a person has cloned a trial; empty if the sampler chose its values."""
     request = trial.request
-    return f"clone of trial {request.trial} of study {request.study}, requested by {request.by}" if request else ""
+    if request is None:
+        return ""
+    start = f", from the weights in {trial.values[INIT_ADAPTER]}" if INIT_ADAPTER in trial.values else ""
+    return f"clone of trial {request.trial} of study {request.study}{start}, requested by {request.by}"
 
 
 def find_decision(requests: Sequence[TrialRequest], number: int) -> TrialRequest | None:
@@ -95,7 +99,7 @@ def make_request(
     Raises:
         DataError: the study has no trial with this number, or its state does not allow the action.
     """
-    trial = _find_newest(study, trials, action, number)
+    trial = find_newest(study, trials, action, number)
     decision = find_decision(requests, trial.number)
     where = f"--{action} {number}: trial {trial.number} of study {study}"
     if decision is not None and decision.action == action:
@@ -121,8 +125,11 @@ def make_clone_request(  # noqa: PLR0913, PLR0917 (the study, and the request)
     number: int,
     changes: Mapping[str, Any],
     by: str,
+    start: str | None = None,
 ) -> TrialRequest:
     """Return a request for a new trial with the values of a trial, changed.
+
+    The new trial starts from the weights in the directory `start`; None: as the trial.
 
     `compute_run_id` returns the RunId of values, and raises SettingsError if their combination is invalid.
 
@@ -131,12 +138,16 @@ def make_clone_request(  # noqa: PLR0913, PLR0917 (the study, and the request)
         SettingsError: a changed setting is not searched, or does not accept the value.
     """
     where = f"--clone {number}"
-    _find_newest(study, trials, "clone", number)
-    if not changes:
+    source = find_newest(study, trials, "clone", number)
+    if not changes and start is None:
         keys = ", ".join(dimension.name for dimension in space.dimensions())
-        raise SettingsError(f"{where}: found no changed value; add --set KEY=VALUE for one of: {keys}")
+        raise SettingsError(f"{where}: found no changed value; add --warm, or --set KEY=VALUE for one of: {keys}")
     try:
         values = space.change_values(trials[number].values, changes)
+        if start is not None:
+            values[INIT_ADAPTER] = start
+        elif INIT_ADAPTER in source.values:
+            values[INIT_ADAPTER] = source.values[INIT_ADAPTER]
         run_id = compute_run_id(values)
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
@@ -150,7 +161,7 @@ def make_clone_request(  # noqa: PLR0913, PLR0917 (the study, and the request)
     return TrialRequest(action="clone", study=study, trial=number, by=by, at=time.time(), values=values)
 
 
-def _find_newest(study: str, trials: Sequence[Trial], action: RequestAction, number: int) -> Trial:
+def find_newest(study: str, trials: Sequence[Trial], action: RequestAction, number: int) -> Trial:
     """Return the trial, or the last trial that continues it. Raises DataError if there is no trial with the number."""
     if not 0 <= number < len(trials):
         known = f"it has trials 0 to {len(trials) - 1}" if trials else "it has no trials yet"

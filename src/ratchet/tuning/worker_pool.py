@@ -159,12 +159,15 @@ class WorkerKillInjector:
 
     def choose_victim(self, slots: list[WorkerSlot]) -> WorkerSlot | None:
         """Return the worker to kill now; None if no kill is due."""
-        alive = [slot for slot in slots if slot.is_alive and time.monotonic() - slot.started_s > self.gap_s[0] / 2]
-        if self.kills >= self.count or time.monotonic() < self._next_s or not alive:
+        now = time.monotonic()
+        # A worker that was killed may still be alive for a moment; killing it again would count one death twice.
+        alive = [slot for slot in slots if slot.is_alive and not slot.is_victim]
+        settled = [slot for slot in alive if now - slot.started_s > self.gap_s[0] / 2]
+        if self.kills >= self.count or now < self._next_s or not settled:
             return None
         self._next_s = time.monotonic() + self._draw.uniform(*self.gap_s)
         self.kills += 1
-        return self._draw.choice(alive)
+        return self._draw.choice(settled)
 
 
 class WorkerPool:
@@ -220,6 +223,7 @@ class WorkerPool:
         if exit_code is None:
             return
         lost, slot.process = slot.process.lost, None
+        was_victim, slot.is_victim = slot.is_victim, False
         if exit_code in (EXIT_OK, EXIT_INTERRUPTED):
             slot.is_done = exit_code == EXIT_OK
             slot.restart_at_s = time.monotonic() + RESTART_DELAY_S
@@ -236,8 +240,8 @@ class WorkerPool:
                     f"machine.ray.max_restarts ({self._launcher.max_losses}). Run the same command again to resume"
                 )
         else:
-            is_short_lived = time.monotonic() - slot.started_s < SHORT_LIFE_S and not slot.is_victim
-            slot.short_lives, slot.is_victim = slot.short_lives + 1 if is_short_lived else 0, False
+            is_short_lived = time.monotonic() - slot.started_s < SHORT_LIFE_S and not was_victim
+            slot.short_lives = slot.short_lives + 1 if is_short_lived else 0
             if slot.short_lives >= MAX_SHORT_LIVES:
                 raise RunFailedError(
                     f"worker {slot.number} died {slot.short_lives} times in a row within {SHORT_LIFE_S:g} s: "

@@ -14,6 +14,7 @@ import small_bases as small
 from ratchet.errors import BaseModelError, DamagedFileError, InputError
 from ratchet.exporters.merge import merger
 from ratchet.models import adapter_format, weights
+from ratchet.models.base_model import BASE_DIGEST
 from ratchet.storage import files
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -59,7 +60,7 @@ def refused(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callab
 def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt", BASE_DIGEST: "base"})
 
 
 def shorten(path: Path, count: int) -> None:

@@ -20,6 +20,7 @@ from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapt
 from ratchet.exporters.verification import layers, reference
 from ratchet.models import adapters as adapter
 from ratchet.models import base_model, loading, scoring, vocabulary
+from ratchet.models.base_model import BaseReference
 from ratchet.models.device import Model
 from ratchet.storage.records.base import BaseCard
 from trained import CPU, ROWS, disturb, merged_by_peft, settings, write_adapter, write_base
@@ -163,7 +164,7 @@ def test_rows_of_the_same_tokens_are_added(family: str, tmp_path: Path) -> None:
         disturb(made, seed=number)
         folder = tmp_path / f"adapter{number}"
         folder.mkdir()
-        adapter.save(made, folder, "base")
+        adapter.save(made, folder, BaseReference("base"))
         parts.append(WeightedAdapter(folder, weight))
     wanted = recipe(base, chosen, parts, added_tokens=tokens)
     found = reference.load_adapted_model(wanted)
@@ -260,13 +261,14 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_saved_modules_of_other_shapes_cannot_be_weighted(tmp_path: Path) -> None:
     base, chosen = with_tokenizer(write_base(tmp_path / "base", "qwen2")), settings()
-    model = reference.load_adapted_model(
-        recipe(base, chosen, [WeightedAdapter(made_elsewhere(base, tmp_path / "a", 1, modules_to_save=["lm_head"]))])
+    merge = recipe(
+        base, chosen, [WeightedAdapter(made_elsewhere(base, tmp_path / "a", 1, modules_to_save=["lm_head"]))]
     )
+    model = reference.load_adapted_model(merge)
     head = model.get_base_model().lm_head
     head.modules_to_save["default"].weight.data = torch.zeros(3, 3)
     with pytest.raises(SettingsError, match="whole Linear with another shape"):
-        reference._combine_adapters(model, {"default": 0.5})
+        reference._combine_adapters(model, {"default": 0.5}, merge)
 
 
 @pytest.mark.parametrize("merge_base", ["dequantized", "original"])

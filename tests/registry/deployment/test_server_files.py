@@ -93,8 +93,9 @@ def test_a_template_that_ollama_cannot_express(template: str) -> None:
 
 def test_modelfile_and_commands(project: ProjectLayout) -> None:
     source = project.root / "made"
-    write_fake_export(source, "a", ("hf", "gguf/q8_0", "onnx/int8"))
-    bundle = store_fake_model(project, source, ("hf", "gguf/q8_0", "onnx/int8"))
+    formats = ("hf", "gguf/q8_0", "bitsandbytes/int8", "onnx/int8")
+    write_fake_export(source, "a", formats)
+    bundle = store_fake_model(project, source, formats)
     folder = project.promoted_model(bundle.model_digest) / "serving"
     lines = (folder / "gguf-q8_0" / "Modelfile").read_text()
     assert lines.startswith(
@@ -103,7 +104,8 @@ def test_modelfile_and_commands(project: ProjectLayout) -> None:
     )
     assert lines.endswith('{{ end }}{{ end }}<|im_start|>assistant\n"""\n')
     guides = {path.parent.name: path.read_text() for path in folder.glob("*/SERVE.md")}
-    assert guides.keys() == {"hf", "gguf-q8_0", "onnx-int8"}
+    assert guides.keys() == {"hf", "gguf-q8_0", "bitsandbytes-int8", "onnx-int8"}
+    assert "    vllm serve ./bitsandbytes/int8 --served" in guides.pop("bitsandbytes-int8")
     commands = [shlex.split(line) for text in guides.values() for line in text.splitlines() if line.startswith("    ")]
     by_name = {command[0]: command for command in commands}
     assert by_name["llama-server"][1:3] == ["--model", "gguf/model-q8_0.gguf"]

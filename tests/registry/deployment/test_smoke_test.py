@@ -108,6 +108,7 @@ def running(needle: bytes) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_kill_during_smoke_test_leaves_no_server(
     project: ProjectLayout, export: Path, verified: dict[str, ExportArtifact], tmp_path: Path
 ) -> None:

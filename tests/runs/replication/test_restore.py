@@ -8,13 +8,12 @@ import pytest
 
 import snapshots
 from machines import NAMES, Node, settings, store, wait_until
-from ratchet.config.units import format_bytes
+from progress_recorder import ProgressRecorder
 from ratchet.errors import InterruptedRunError, ReplicaError
-from ratchet.runs.replication import restore
-from ratchet.runs.replication.restore import DownloadProgress
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
 from ratchet.stages.reset import reset
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.progress import use_reporter
 
 
 def trained(root: Path, name: str, *steps: int) -> Node:
@@ -35,25 +34,15 @@ def aside(node: Node) -> set[str]:
 # -------------------------------------------------------------------------------------------------- during the transfer
 
 
-def test_progress_of_a_fetch_is_reported(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_of_a_fetch_is_reported_in_bytes(tmp_path: Path) -> None:
     trained(tmp_path, "first", 2)
-    monkeypatch.setattr(restore, "REPORT_INTERVAL_S", 0.0)
-    second = trained(tmp_path, "second")
+    recorder = ProgressRecorder()
+    with use_reporter(recorder):
+        second = trained(tmp_path, "second")
     total = sum(path.stat().st_size for path in second.paths.checkpoint(2).iterdir() if path.name != "manifest.json")
-    told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the replica" in line]
-    size = format_bytes(total)
-    assert told[-1:] == [f"ratchet: checkpoint of step 2: {size} of {size} fetched from the replica"]
-
-
-def test_progress_of_a_quick_fetch_is_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    told: list[str] = []
-    one = DownloadProgress("run", lambda: False, told.append)
-    one.start("checkpoint of step 2", 100)
-    for _ in range(10):
-        one.receive(10)
-    assert told == []
+    states = [state for state in recorder.states if state[0] == "checkpoint of step 2 from the replica"]
+    assert states[-1] == ("checkpoint of step 2 from the replica", total, total, "bytes")
+    assert [done for _, done, _, _ in states] == sorted(done for _, done, _, _ in states)
 
 
 def test_a_request_to_stop_ends_the_fetch_and_the_next_start_repeats_it(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def log() -> Iterator[io.StringIO]:
     logging.getLogger().removeHandler(handler)
 
 
+@pytest.mark.long
 def test_credentials_are_in_no_message(replica: Replica, log: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
     """Messages hide credentials even if the server returns them in its answer."""
     name, path, entry = replica.file(60_000)

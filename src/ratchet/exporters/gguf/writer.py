@@ -274,7 +274,7 @@ def describe_type_exceptions(tensors: list[GgufTensor], type_: BuiltInGgufType) 
 # The header.
 
 
-class _InMemoryGgufWriter(GGUFWriter):  # type: ignore[misc]  # the package is untyped
+class InMemoryGgufWriter(GGUFWriter):  # type: ignore[misc]  # the package is untyped
     """Writes the part of a file before the weights into memory."""
 
     def open_output_file(self, path: Path | None = None) -> None:
@@ -296,7 +296,7 @@ def _encode_header(
     tensors: Iterable[GgufTensor],
     type_: BuiltInGgufType,
 ) -> bytes:
-    writer = _InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
+    writer = InMemoryGgufWriter(None, MODEL_ARCH_NAMES[model.family.arch])
     title, card = "model", dict[str, object]()
     if (path := directory / MODEL_CARD).is_file():
         from huggingface_hub import ModelCard

@@ -20,9 +20,11 @@ from peft.utils import get_peft_model_state_dict
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from ratchet.errors import BaseModelError, DamagedFileError, first_line
+from ratchet.config.export import MergeMethod
+from ratchet.errors import BaseModelError, DamagedFileError, SettingsError, first_line
+from ratchet.exporters.merge.combination import combine_updates
 from ratchet.exporters.merge.recipe import MergeRecipe, require_updated_modules
-from ratchet.models import adapter_format, adapters, weights
+from ratchet.models import adapter_format, adapters, base_model, weights
 from ratchet.models.device import Model
 
 _BASE_CHANGING_INITIALIZATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -37,8 +39,15 @@ _FORWARD_CHANGING_SETTINGS = (
 class AdapterUpdates:
     """The combined updates of all adapters of a recipe."""
 
-    def __init__(self, weighted_updates: list[tuple[float, dict[str, "ParameterUpdate"]]]) -> None:
+    def __init__(
+        self,
+        weighted_updates: list[tuple[float, dict[str, "ParameterUpdate"]]],
+        method: MergeMethod = "linear",
+        density: float = 0.5,
+    ) -> None:
         self._weighted_updates = weighted_updates
+        self._method: MergeMethod = method
+        self._density = density
 
     @classmethod
     def read(cls, recipe: MergeRecipe, base: Model, make_base: Callable[[], Model]) -> "AdapterUpdates":
@@ -65,11 +74,15 @@ class AdapterUpdates:
         ]
         modules = {update.module for _, updates in weighted for update in updates.values()}
         require_updated_modules(recipe.modules, modules)
+        if recipe.method != "linear":
+            _require_plain_lora(recipe.method, [updates for _, updates in weighted])
         return cls(
             [
                 (weight, {name: update for name, update in updates.items() if recipe.includes(update.module)})
                 for weight, updates in weighted
-            ]
+            ],
+            recipe.method,
+            recipe.density,
         )
 
     @property
@@ -80,6 +93,8 @@ class AdapterUpdates:
     def apply(self, name: str, value: Tensor) -> Tensor:
         """Return a parameter with all updates: W + sum of w (W' - W). With one adapter of weight 1, the result is W'.
 
+        LoRA updates of matrices are combined by the method of the recipe.
+
         Args:
             name: name of the parameter.
             value: the base's value in float32; it may be changed in place.
@@ -87,8 +102,12 @@ class AdapterUpdates:
         weighted = [(weight, updates[name]) for weight, updates in self._weighted_updates if name in updates]
         if not weighted:
             return value
-        if len(weighted) == 1 and weighted[0][0] == 1:
+        if len(weighted) == 1 and weighted[0][0] == 1 and self._method == "linear":
             return weighted[0][1].apply(value)
+        if self._method != "linear" and all(update.is_lora_matrix for _, update in weighted):
+            updates = [update.lora_update(value.device) for _, update in weighted]
+            factors = [weight for weight, _ in weighted]
+            return value.add_(combine_updates(name, updates, factors, self._method, self._density))
         total = torch.zeros_like(value)
         for weight, update in weighted:
             total.add_(update.apply(value.clone()).sub_(value), alpha=weight)
@@ -131,6 +150,22 @@ class ParameterUpdate:
             value = _apply_layer(layer, self.leaf, value)
         return value.T if self.is_transposed else value
 
+    @property
+    def is_lora_matrix(self) -> bool:
+        """Whether the update is s B A alone, of a linear layer's weight."""
+        return (
+            self.replacement is None
+            and len(self.layers) == 1
+            and self.leaf == "weight"
+            and is_linear_lora(self.layers[0])
+        )
+
+    def lora_update(self, device: torch.device) -> Tensor:
+        """Return s B A in the layout of the parameter; only if `is_lora_matrix`."""
+        factors = _layer_factors(self.layers[0], device)
+        update = (factors.b @ factors.a).mul_(factors.scale)
+        return update.T.contiguous() if self.is_transposed else update
+
     def is_same(self, other: "ParameterUpdate") -> bool:
         """Return whether both updates give the same result for equal tensors, so that tied parameters may stay tied."""
         rows: list[list[int]] = []
@@ -141,6 +176,25 @@ class ParameterUpdate:
                 return False
             rows.append([id(layer.trainable_tokens_delta[adapter_format.ADAPTER]) for layer in update.layers])
         return rows[0] == rows[1]
+
+
+def is_linear_lora(layer: Any) -> bool:
+    """Return whether a peft layer is LoRA around a linear layer: not of an embedding, and not of experts."""
+    if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
+        return False
+    return not isinstance(weights.unwrap_to_base(layer), nn.Embedding)
+
+
+def _require_plain_lora(method: MergeMethod, updates_by_adapter: list[dict[str, ParameterUpdate]]) -> None:
+    """Raise SettingsError for DoRA, whose update of a row is no sum, so that entries cannot be dropped."""
+    for updates in updates_by_adapter:
+        for name, update in updates.items():
+            for layer in update.layers:
+                if isinstance(layer, LoraLayer) and adapter_format.ADAPTER in layer.lora_magnitude_vector:
+                    raise SettingsError(
+                        f"export.merge_method: found {method}, but the adapter of {name} is DoRA; expected linear, or "
+                        "adapters trained with train.adapter lora"
+                    )
 
 
 # Applying updates.
@@ -235,10 +289,10 @@ def _read_lora_config(directory: Path, base_digest: str) -> LoraConfig:
     path = directory / adapter_format.CONFIG
     try:
         document = json.loads(path.read_bytes())
-        kind, base = str(document["peft_type"]), str(document["base_model_name_or_path"])
+        kind = str(document["peft_type"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(f"{path}: cannot be read ({error}); train the adapter again") from None
-    if base != base_digest:
+    if (base := base_model.read_base_digest(directory)) != base_digest:
         raise BaseModelError(
             f"{directory}: the adapter was trained on base model {base[:12]}, but the merge uses {base_digest[:12]}; "
             "use the adapter's own base, or an adapter that was trained on this one"

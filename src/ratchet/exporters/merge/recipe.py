@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from ratchet.config.export import MergeMethod
 from ratchet.config.train import Train
 from ratchet.errors import SettingsError
 from ratchet.storage.records.base import BaseCard
@@ -47,6 +48,10 @@ class MergeRecipe:
     """Device that computes the merge, one tensor at a time."""
     shard_bytes: int
     """Largest size of a weight file, unless a single tensor is larger."""
+    method: MergeMethod = "linear"
+    """How the LoRA updates of several adapters are combined. All else (token rows, biases, whole modules) is added."""
+    density: float = 0.5
+    """Share of the entries of an update that a method other than `linear` keeps."""
 
     def includes(self, module: str) -> bool:
         """Return whether the update of a module is merged.

@@ -164,7 +164,10 @@ def choose_probe_inputs(test: Any, tokenizer: Any, settings: Settings, end_ids: 
         positions=[positions for _, positions in probe_rows],
         targets=[[ids[position + 1] for position in positions] for ids, positions in probe_rows],
         prompts=prompts,
-        expected=[conversation.response.strip() for conversation in conversations],
+        expected=[
+            tokenization.decode_answer(conversation, row["labels"], tokenizer)
+            for conversation, row in zip(conversations, task_rows, strict=True)
+        ],
         metric=task_metric(settings),
         end_ids=list(end_ids),
         max_new_tokens=settings.evaluate.max_new_tokens,

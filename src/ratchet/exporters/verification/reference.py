@@ -23,9 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ratchet.errors import BaseModelError, SettingsError
+from ratchet.exporters.merge.adapter_updates import is_linear_lora
+from ratchet.exporters.merge.combination import combine_updates
 from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
 from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.device import Model
+from ratchet.models.weights import TRANSPOSED
 
 _REPLACED = "_replaced_by_adapters"
 """Name of the attribute in which `load_adapted_model` stores the parameters of the base that adapters replaced."""
@@ -60,7 +63,7 @@ def load_adapted_model(recipe: MergeRecipe, base: MergeBase = "dequantized") -> 
         _load_further_adapter(model, part, f"part{number}")
         changes = [a + b for a, b in zip(changes, _extract_changes(replaced, part.weight), strict=True)]
     if others or first.weight != 1:
-        _combine_adapters(model, weights)
+        _combine_adapters(model, weights, recipe)
     for (parameter, original), change in zip(replaced, changes, strict=True):
         parameter.data = (original.float() + change).to(original.dtype)
     setattr(model, _REPLACED, replaced)
@@ -165,9 +168,9 @@ def _extract_changes(replaced: _ReplacedParameters, weight: float) -> list[Tenso
     return changes
 
 
-def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
+def _combine_adapters(model: Model, weights: dict[str, float], recipe: MergeRecipe) -> None:
     """Change the forward passes of all adapted modules so that they use all adapters, each with its weight."""
-    for module in list(model.get_base_model().modules()):
+    for path, module in list(model.get_base_model().named_modules()):
         if isinstance(module, ParamWrapper):  # experts are not linear in their parameter: outputs cannot be added
             names = [name for name in weights if name in module.lora_A]
             for name in names:
@@ -176,7 +179,11 @@ def _combine_adapters(model: Model, weights: dict[str, float]) -> None:
         elif isinstance(module, LoraLayer):
             available = module.lora_A.keys() | module.lora_embedding_A.keys()
             own_weights = {name: weight for name, weight in weights.items() if name in available}
-            module.forward = functools.partial(_sum_adapters, module, own_weights)
+            if recipe.method != "linear" and is_linear_lora(module):
+                matrix = f"{adapter_format.name_in_base(path, module)}.weight"
+                module.forward = functools.partial(_apply_combination, module, own_weights, matrix, recipe)
+            else:
+                module.forward = functools.partial(_sum_adapters, module, own_weights)
         elif isinstance(module, TrainableTokensWrapper):
             _combine_token_rows(module, weights)
         elif isinstance(module, ModulesToSaveWrapper):
@@ -193,6 +200,25 @@ def _sum_adapters(layer: Any, weights: dict[str, float], x: Tensor, *args: Any, 
         layer._active_adapter = [name]
         total += weight * (type(layer).forward(layer, x, *args, **kwargs) - base)
     return total
+
+
+def _apply_combination(
+    layer: Any, weights: dict[str, float], matrix: str, recipe: MergeRecipe, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute a peft layer with LoRA updates combined by TIES or DARE: base(x) + D x, in float32."""
+    base: Tensor = layer.base_layer(x, *args, **kwargs)
+    if layer.disable_adapters:
+        return base
+    updates = [
+        (layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()) * layer.scaling[name]
+        for name in weights
+    ]
+    # The same entries as in the merge are trimmed and drawn, so the update has the layout of the base's parameter.
+    is_transposed = isinstance(layer.get_base_layer(), TRANSPOSED)
+    updates = [update.T.contiguous() for update in updates] if is_transposed else updates
+    combined = combine_updates(matrix, updates, list(weights.values()), recipe.method, recipe.density)
+    combined = combined.T if is_transposed else combined
+    return (base.float() + functional.linear(x.float(), combined)).to(base.dtype)
 
 
 def _combine_token_rows(wrapper: Any, weights: dict[str, float]) -> None:

@@ -56,6 +56,10 @@ def build_server_parameters(options: argparse.Namespace) -> Any:
     parameters.offline = True
     parameters.ui = parameters.endpoint_slots = parameters.endpoint_props = False
     parameters.cors_origins, parameters.cors_credentials = "", False
+    if options.lora:
+        # With scale 0 no adapter is active by itself: each request names those that it wants. (The option
+        # lora_init_without_apply does not prevent that requests without a choice use all of them.)
+        parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(path), 0.0) for path in options.lora]
     if options.cache == "f32":
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -70,6 +74,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", choices=CACHES, default="f16", help="type of cached keys and values")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--parallel", type=int, default=1, help="conversations processed together")
+    parser.add_argument("--lora", type=Path, action="append", default=[], help="a .gguf adapter; may be repeated")
     parser.add_argument("--with-parent", action="store_true", help="exit when standard input closes")
     return parser.parse_args(arguments)
 

@@ -88,6 +88,8 @@ class LlamaClient:
     def __init__(self, address: str, source: str) -> None:
         self.address = address
         self.source = source
+        self.adapter: int | None = None
+        """Number of the adapter that completions use, among those that the server has; None: the base alone."""
         self._boundary_ids: list[int] | None = None
         self._http = httpx2.Client(
             headers={"Content-Type": "application/json"},
@@ -173,7 +175,11 @@ class LlamaClient:
         """Complete token ids greedily, without prepending tokens; return `tokens` and `stop_type`."""
         fields = ["tokens", "stop_type"]
         body = {"prompt": list(prompt), "n_predict": max_new_tokens, "return_tokens": True, "response_fields": fields}
-        return self.request("/completion", {**GREEDY, **body, **options})
+        return self.request("/completion", {**GREEDY, **self._adapter_choice, **body, **options})
+
+    @property
+    def _adapter_choice(self) -> dict[str, Any]:
+        return {} if self.adapter is None else {"lora": [{"id": self.adapter, "scale": 1.0}]}
 
     def chat(self, messages: Sequence[Message], max_tokens: int) -> LlamaReply:
         """Send a greedy request to the OpenAI-compatible chat endpoint, without using cached prompts.
@@ -210,7 +216,7 @@ class LlamaClient:
             "logit_bias": [[token, 1e6] for token in self._boundary_ids],
             "response_fields": ["completion_probabilities"],
         }  # fmt: skip
-        return self.request_bytes("/completion", {**GREEDY, **body})
+        return self.request_bytes("/completion", {**GREEDY, **self._adapter_choice, **body})
 
 
 def _read_error_message(content: bytes) -> str:
@@ -270,8 +276,15 @@ class LlamaServer(LlamaClient):
         return f"llama.cpp's server has ended ({_describe_exit(code)}: {log_text})"
 
 
-def start_server(
-    path: Path, threads: int, context_tokens: int, cache: Cache = "f16", port: int = 0, ready_s: float = READY_TIMEOUT_S
+def start_server(  # noqa: PLR0913 (each is an option of the server)
+    path: Path,
+    threads: int,
+    context_tokens: int,
+    cache: Cache = "f16",
+    port: int = 0,
+    ready_s: float = READY_TIMEOUT_S,
+    *,
+    adapters: Sequence[Path] = (),
 ) -> LlamaServer:
     """Start llama.cpp's server on a GGUF file and wait until it is ready.
 
@@ -280,6 +293,7 @@ def start_server(
         cache: `f16` is llama.cpp's default; `f32` keeps keys and values in F32 and disables flash attention, which
             shows the accuracy of the file's weights.
         port: port on 127.0.0.1; 0: any free port.
+        adapters: GGUF files of LoRA adapters, of which each request may use one (`LlamaClient.adapter`).
 
     Raises:
         DamagedFileError: the file is not a GGUF file, or incomplete.
@@ -290,6 +304,7 @@ def start_server(
     if not path.is_file():
         raise DamagedFileError(f"{path}: the file is missing; export it again")
     options = ["--threads", threads, "--context", context_tokens, "--cache", cache, "--port", port, "--with-parent"]
+    options += [option for adapter in adapters for option in ("--lora", adapter.absolute())]
     environment = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
     with ExitStack() as streams:
         log = streams.enter_context(tempfile.TemporaryFile())

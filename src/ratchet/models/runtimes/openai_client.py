@@ -364,10 +364,17 @@ class OpenAiEndpoint:
         address: prefix of `/chat/completions`, such as http://127.0.0.1:8000 or https://HOST/v1.
         returns_refusals: if True, a chat that the server rejects (400, 413, 422) gives a reply that reports the
             rejection; if False, the rejection raises an error.
+        key_variable: environment variable with the server's key.
     """
 
     def __init__(
-        self, address: str, settings: EndpointSettings, model: str | None = None, *, returns_refusals: bool = False
+        self,
+        address: str,
+        settings: EndpointSettings,
+        model: str | None = None,
+        *,
+        returns_refusals: bool = False,
+        key_variable: str = KEY_VARIABLE,
     ) -> None:
         if problem := http_client.find_endpoint_problem(address):
             raise SettingsError(f"the endpoint's address {problem}")
@@ -380,10 +387,11 @@ class OpenAiEndpoint:
         self._settings = settings
         self._returns_refusals = returns_refusals
         self._model = model
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        self._key_variable = key_variable
+        self._key = os.environ.get(key_variable, "").strip()
         if any(not " " < c < "\x7f" for c in self._key):
             raise SettingsError(
-                f"environment variable {KEY_VARIABLE}: contains invalid characters; set it to the server's key"
+                f"environment variable {key_variable}: contains invalid characters; set it to the server's key"
             )
         self._model_info: ServedModel | None = None
         self._unsupported: set[str] = set()
@@ -672,7 +680,7 @@ class OpenAiEndpoint:
         if 300 <= response.status < 400:
             return outcome
         is_retryable = outcome.is_retryable or response.status in (408, 425)
-        key = f"; the key is read from {KEY_VARIABLE}" if response.status in (401, 403) else ""
+        key = f"; the key is read from {self._key_variable}" if response.status in (401, 403) else ""
         detail = f"{outcome.detail}: {read_error_message(response.body)}{key}"
         return replace(outcome, is_retryable=is_retryable, detail=detail)
 

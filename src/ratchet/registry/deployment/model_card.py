@@ -8,11 +8,12 @@ of a machine, no time, and no measured speed. The front matter follows the Huggi
 import re
 from collections.abc import Iterator, Mapping
 
-from ratchet.models.model_card import format_front_matter
+from ratchet.models.model_card import Publication, format_front_matter
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
+from ratchet.storage.records.push import ForcedPush
 
 MODEL_CARD = "README.md"
 _MARKDOWN_CHARACTERS = re.compile(r"([\\`*_\[\]<>|])")
@@ -37,9 +38,11 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
     return "\n".join(lines).rstrip() + "\n"
 
 
-def describe_forced(forced: ForcedPromotion) -> str:
-    """Describe a forced promotion: the actor, the overridden decision, and the reason."""
+def describe_forced(forced: ForcedPromotion | ForcedPush) -> str:
+    """Describe a forced promotion or push: the actor, the overridden decision, and the reason."""
     obstacle = "a rollback of this model" if forced.decision == "PROMOTE" else f"the gate's decision {forced.decision}"
+    if forced.decision is None:
+        obstacle = "the lack of a verdict about this adapter"
     return f"FORCED by {forced.actor} despite {obstacle}: {forced.reason}"
 
 
@@ -62,7 +65,7 @@ def _front_matter(bundle: ModelBundle, name: str) -> str:
         if (task := artifact.task) is not None
     ]  # fmt: skip
     base = bundle.lineage.base if bundle.lineage is not None else None
-    return format_front_matter(base, "finetune", [], name=name, results=results)
+    return format_front_matter(base, "finetune", [], publication=Publication(name, tuple(results)))
 
 
 def _facts(bundle: ModelBundle) -> Iterator[tuple[str, str]]:

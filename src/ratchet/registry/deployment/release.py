@@ -27,7 +27,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from ratchet.registry.promotion import utc_now
 from ratchet.registry.signature import SIGNATURE
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
+from ratchet.storage.progress import count_bytes
 from ratchet.storage.records.base import Record, to_json_line
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
@@ -48,9 +49,8 @@ from ratchet.storage.records.gate import ForcedPromotion
 KIND = "release"
 RECORD = "release.json"
 SBOM = "sbom.json"
-NAME = re.compile(rf"\d+-[0-9a-f]{{{digests.SHORT}}}-(hf|gguf-\w+|onnx-\w+)")
+NAME = re.compile(rf"\d+-[0-9a-f]{{{digests.SHORT}}}-(hf|gguf-\w+|bitsandbytes-\w+|onnx-\w+)")
 """Directory name of a release."""
-_BLOCK_BYTES = 4 * 2**20
 _UNSIGNED = (RECORD, SIGNATURE)
 KEPT_RELEASES = 3
 """Number of the most recent releases that stay on disk, in addition to releases that a link names."""
@@ -174,24 +174,24 @@ def stage_release(promoted: PromotedModel, release: Release, target: Path) -> No
         OSError: the disk is full; no partial release remains.
     """
     known: dict[str, files.Entry] = {}
-    with files.sealed_directory(target, KIND, known) as scratch:
+    size_bytes = release_size_bytes(promoted, release)
+    with files.sealed_directory(target, KIND, known) as scratch, count_bytes("release copied", size_bytes) as add_bytes:
         for name, origin in release.origins.items():
             files.make_directory((scratch / name).parent)
-            _copy(promoted.folder / origin, scratch / name, promoted.files[origin])
+            _copy(promoted.folder / origin, scratch / name, promoted.files[origin], add_bytes)
             known[name] = promoted.files[origin]
         release.save(scratch / RECORD)
 
 
-def _copy(source: Path, target: Path, expected: files.Entry) -> None:
+def _copy(source: Path, target: Path, expected: files.Entry, on_bytes: Callable[[int], None]) -> None:
     hasher = hashlib.sha256()
 
-    def blocks() -> Iterator[list[bytes]]:
-        with source.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                hasher.update(block)
-                yield [block]
+    def hash_blocks() -> Iterator[list[bytes]]:
+        for blocks in files.read_blocks(source, on_bytes):
+            hasher.update(blocks[0])
+            yield blocks
 
-    files.write_blocks(target, blocks())
+    files.write_blocks(target, hash_blocks())
     if hasher.hexdigest() != expected[0]:
         raise DamagedFileError(f"{source}: changed while it was copied; repeat the command, and check the disk")
 

@@ -104,7 +104,7 @@ def mlmodel_files(directory: Path) -> dict[str, bytes]:
     contents = {
         f"{_TOKENIZER}/{path.name}": path.read_bytes()
         for path in sorted(directory.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in _OTHER_FILES
+        if path.is_file() and is_tokenizer_file(path.name)
     }
     requirements = [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]
     contents["requirements.txt"] = ("\n".join(requirements) + "\n").encode()
@@ -145,6 +145,11 @@ def mlmodel_files(directory: Path) -> dict[str, bytes]:
     documents = {"python_env.yaml": environment, "conda.yaml": conda, MLMODEL: document}
     # JSON is valid YAML.
     return contents | {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in documents.items()}
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether a file of a Hugging Face directory belongs to the tokenizer."""
+    return "/" not in name and not name.endswith(_WEIGHT_SUFFIXES) and name not in _OTHER_FILES
 
 
 # ------------------------------------------------------------------------------------ commands and guide of a format
@@ -225,7 +230,7 @@ def _open_command(artifact: ExportArtifact, facts: ServingFacts) -> str:
     """Return a command or a line of Python that opens a format."""
     if artifact.kind == "gguf":
         return shlex.join(_llama_command(artifact, facts))
-    if artifact.kind == "hf":
+    if artifact.kind in ("hf", "bitsandbytes"):
         return f'transformers.AutoModelForCausalLM.from_pretrained("{artifact_path(artifact)}", dtype="auto")'
     return f'onnxruntime.InferenceSession("{artifact_path(artifact)}/model.onnx")'
 
@@ -244,11 +249,11 @@ def _render_guide(artifact: ExportArtifact, facts: ServingFacts, forced: ForcedP
         lines += _command_block(
             "Ollama", ["ollama", "create", facts.name, "-f", MODELFILE], ["ollama", "run", facts.name]
         )
-    elif artifact.kind == "hf":
+    elif artifact.kind in ("hf", "bitsandbytes"):
         length = ["--max-model-len", str(facts.context_tokens)] if facts.max_context_tokens else []
         vllm = [
-            "vllm", "serve", "./hf", "--served-model-name", facts.name, "--host", "127.0.0.1", "--port", "8000",
-            *length, "--dtype", facts.dtype,
+            "vllm", "serve", f"./{artifact_path(artifact)}", "--served-model-name", facts.name, "--host", "127.0.0.1",
+            "--port", "8000", *length, "--dtype", facts.dtype,
         ]  # fmt: skip
         lines += _command_block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm)
         lines += [

@@ -23,7 +23,7 @@ from ratchet.errors import DamagedFileError
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.replication import lease
 from ratchet.runs.replication.lease import Origin
-from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
+from ratchet.runs.replication.store import FetchObject, ReplicaStore, RunObjectNames, parse_numbers
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
@@ -174,7 +174,7 @@ def read_replica_manifest(store: ReplicaStore, name: str) -> ReplicaManifest:
 
 
 def fetch_sealed(
-    store: ReplicaStore,
+    fetch: FetchObject,
     names: RunObjectNames,
     sealed: ReplicaManifest,
     target: Path,
@@ -184,7 +184,7 @@ def fetch_sealed(
     """Restore a sealed directory. If it exists and is undamaged, it is left unchanged.
 
     Args:
-        store: the replica.
+        fetch: downloads an object to a file, as `ReplicaStore.fetch` does.
         names: object names of the run.
         sealed: the expected files.
         target: path of the restored directory.
@@ -212,7 +212,7 @@ def fetch_sealed(
                 files.link_or_copy(fetched[entry[0]], path)
                 continue
             try:
-                store.fetch(names.object(entry[0]), path, entry, on_bytes)
+                fetch(names.object(entry[0]), path, entry, on_bytes)
             except DamagedFileError:
                 damaged.add(entry[0])
                 raise

@@ -27,7 +27,7 @@ from ratchet.storage import digests, files
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion
-    from obstore.store import AzureStore, ClientConfig, GCSStore, LocalStore, RetryConfig, S3Store
+    from obstore.store import AzureStore, ClientConfig, GCSStore, LocalStore, RetryConfig, S3Config, S3Store
 
     Store = AzureStore | GCSStore | LocalStore | S3Store
 
@@ -46,6 +46,8 @@ PART_RETRY_S = 120.0
 UNLIMITED_S = 86_400.0
 STALE_AGE_S = 86_400.0
 """Age after which a partial file counts as left behind by a process that was killed."""
+MIRROR_ENDPOINT, MIRROR_REGION = "RATCHET_MIRROR_ENDPOINT_URL", "RATCHET_MIRROR_REGION"
+"""Environment variables with address and region of the S3 service of a mirror, in place of the AWS_ variables."""
 LONGEST_TEXT = 300
 """Maximum number of characters that are kept of a library's message."""
 
@@ -172,10 +174,14 @@ class ObjectStorage:
         timeout_s: time without an answer after which a request ends, in addition to the time for its body.
         slowest_bytes_s: speed in bytes/s of the slowest connection that does not count as stalled.
         retries: whether obstore repeats the request for one part of a file.
+        is_mirror: whether MIRROR_ENDPOINT and MIRROR_REGION replace address and region of S3.
     """
 
-    def __init__(self, url: str, timeout_s: float, slowest_bytes_s: float, retries: bool) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, slowest_bytes_s: float, retries: bool, is_mirror: bool = False
+    ) -> None:
         self._url, self._timeout_s, self._slowest_bytes_s, self._retries = url, timeout_s, slowest_bytes_s, retries
+        self._is_mirror = is_mirror
         self.folder = parse_local_folder(url)
         self._stores: dict[tuple[float, float, int], Store] = {}
         self._mutex = threading.Lock()
@@ -327,6 +333,12 @@ class ObjectStorage:
         parts = urlsplit(self._url)
         place, prefix = parts.netloc, self._url.partition("://")[2].partition("/")[2].strip("/") or None
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        address: S3Config = {}  # the library itself reads the AWS_ variables; these values win over them
+        if self._is_mirror:
+            endpoint = os.environ.get(MIRROR_ENDPOINT, endpoint)
+            address = {"endpoint": endpoint} if endpoint else {}
+            if region := os.environ.get(MIRROR_REGION):
+                address["region"] = region
         client: ClientConfig = {
             "timeout": timedelta(seconds=request_s), "connect_timeout": timedelta(seconds=self._timeout_s),
             "allow_http": endpoint.startswith("http://"),
@@ -336,7 +348,7 @@ class ObjectStorage:
         retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=PART_RETRY_S)}
         if parts.scheme in S3_SCHEMES:
             _require_aws_credentials()
-            return S3Store(place, prefix=prefix, client_options=client, retry_config=retry)
+            return S3Store(place, prefix=prefix, config=address, client_options=client, retry_config=retry)
         if parts.scheme in GOOGLE_SCHEMES:
             return GCSStore(place, prefix=prefix, client_options=client, retry_config=retry)
         container, _, host = place.rpartition("@") if "@" in place else (place, "", "")

@@ -55,11 +55,14 @@ from ratchet.runs.replication.upload import (
     find_manifest,
 )
 from ratchet.runs.replication_protocol import ReplicationState
+from ratchet.storage.progress import report_step
 
 RETRY_TIMEOUT_S = 20.0
 """How long one call is retried during training. Afterwards, the caller repeats the call later."""
 TIMEOUT_S = 30.0
 """Time without a byte or an answer after which an attempt ends."""
+MIRROR_TIMEOUT_S = 5.0
+"""How long one call of a mirror is retried before the replica is asked."""
 CHECK_TIMEOUT_S = 10.0
 """Time limit for checking that the replica still has a result."""
 POLL_S = 0.05
@@ -102,7 +105,8 @@ class ReplicationContext:
         )
         try:
             store.check()
-            yield RestoreSource(store, self.names, DownloadProgress(self.names.run_id, stopping, print_notice))
+            mirror = self._open_mirror(stopping)
+            yield RestoreSource(store, self.names, DownloadProgress(self.names.run_id, stopping), mirror=mirror)
         except ReplicaError:
             if stopping():
                 raise InterruptedRunError(f"run {self.names.run_id}: stopped while waiting for its replica") from None
@@ -131,6 +135,13 @@ class ReplicationContext:
 
     def _store(self, limits: TransferLimits, stopping: Callable[[], bool]) -> ReplicaStore:
         return ReplicaStore(self.machine.replica or "", limits, stopping)
+
+    def _open_mirror(self, stopping: Callable[[], bool]) -> ReplicaStore | None:
+        """Open `machine.replica_mirror` for a restore. Its calls fail soon, because the replica has the same files."""
+        if self.machine.replica_mirror is None:
+            return None
+        limits = TransferLimits(retry_timeout_s=MIRROR_TIMEOUT_S, timeout_s=MIRROR_TIMEOUT_S)
+        return ReplicaStore(self.machine.replica_mirror, limits, stopping, is_mirror=True)
 
     def shorten_timeouts(self) -> None:
         """Shorten the timeouts of all further calls, because the process is about to end."""
@@ -240,12 +251,13 @@ def wait_until_settled(
 ) -> str | None:
     """Wait until the replica is complete or the lease is lost, at most `wait_s`. Return what the replica lacks."""
     deadline = time.monotonic() + wait_s
-    while missing := describe_missing():
-        if reason := lost():
-            return f"{missing}; {reason}"
-        if time.monotonic() >= deadline:
-            return missing
-        time.sleep(POLL_S)
+    with report_step("upload to the replica"):
+        while missing := describe_missing():
+            if reason := lost():
+                return f"{missing}; {reason}"
+            if time.monotonic() >= deadline:
+                return missing
+            time.sleep(POLL_S)
     return None
 
 

@@ -1,23 +1,23 @@
-"""Restores a run from a replica, with progress messages. A request to stop interrupts a download."""
+"""Restores a run from a replica, with its progress. A request to stop interrupts a download."""
 
 import json
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet.config.units import format_bytes
-from ratchet.errors import DamagedFileError, InterruptedRunError, SettingsError
+from ratchet.errors import DamagedFileError, InterruptedRunError, ReplicaError, SettingsError
 from ratchet.runs.directory import CHECKPOINT, BaseRunSpec, RunDirectory, RunPaths, spec_identity
 from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Origin
 from ratchet.runs.replication.manifests import ReplicaManifest
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
 from ratchet.storage import files
+from ratchet.storage.files import Entry
+from ratchet.storage.progress import report_progress
 from ratchet.storage.records.base import find_differing_keys
 
-REPORT_INTERVAL_S = 5.0
 SUPERSEDED = "superseded-"
 """Prefix of local checkpoints and journals that were replaced by those of the replica. Only the last replaced set is
 kept."""
@@ -29,13 +29,11 @@ class DownloadProgress:
     Args:
         run_id: the run.
         stopping: called at each received piece; returns whether to stop.
-        on_progress: called with a message every REPORT_INTERVAL_S seconds.
     """
 
-    def __init__(self, run_id: str, stopping: Callable[[], bool], on_progress: Callable[[str], None]) -> None:
-        self._run_id, self._stopping, self._on_progress = run_id, stopping, on_progress
+    def __init__(self, run_id: str, stopping: Callable[[], bool]) -> None:
+        self._run_id, self._stopping = run_id, stopping
         self._what, self._expected_bytes, self._received_bytes = "", 0, 0
-        self._reported_s = time.monotonic()
 
     def start(self, what: str, size: int) -> None:
         """Start counting the `size` bytes of `what`."""
@@ -49,10 +47,7 @@ class DownloadProgress:
             )
         # Damaged pieces are received again, so the sum may exceed the expected bytes.
         self._received_bytes = min(self._expected_bytes, self._received_bytes + count)
-        if (now := time.monotonic()) - self._reported_s >= REPORT_INTERVAL_S:
-            self._reported_s = now
-            share = f"{format_bytes(self._received_bytes)} of {format_bytes(self._expected_bytes)}"
-            self._on_progress(f"{self._what}: {share} fetched from the replica")
+        report_progress(f"{self._what} from the replica", self._received_bytes, self._expected_bytes, "bytes")
 
 
 @dataclass(frozen=True)
@@ -66,11 +61,37 @@ class RestoreSource:
     """Messages about what was skipped, and why."""
     damaged: set[str] = field(default_factory=set)
     """Digests of damaged objects. Their content is uploaded again only after they are removed."""
+    mirror: ReplicaStore | None = None
+    """`machine.replica_mirror`. It may lack objects, because the storage service copies them later. Their names are
+    digests, so it cannot have an old content of one."""
+    mirrored: list[int] = field(default_factory=list)
+    """Sizes in bytes of the files that the mirror had."""
+    mirror_failures: list[ReplicaError] = field(default_factory=list)
+    """Error of the mirror. After one it is not asked again."""
 
     def fetch(self, sealed: ReplicaManifest, target: Path) -> None:
         """Fetch a sealed directory as `manifests.fetch_sealed` does. Also raises InterruptedRunError."""
         self.progress.start(f"{sealed.kind} of step {sealed.step}", sealed.size_bytes)
-        manifests.fetch_sealed(self.store, self.names, sealed, target, self.damaged, self.progress.receive)
+        manifests.fetch_sealed(self._fetch_object, self.names, sealed, target, self.damaged, self.progress.receive)
+        if self.mirror is not None:
+            self.notices.append(
+                f"{sealed.kind} of step {sealed.step}: {format_bytes(sum(self.mirrored))} read from the mirror "
+                f"{self.mirror.display_url}"
+            )
+            self.mirrored.clear()
+
+    def _fetch_object(self, name: str, path: Path, entry: Entry, on_bytes: Callable[[int], None]) -> None:
+        """Fetch an object from the mirror; from the replica if the mirror lacks it, or does not answer."""
+        if self.mirror is not None and not self.mirror_failures:
+            try:
+                with suppress(DamagedFileError):
+                    self.mirror.fetch(name, path, entry, on_bytes)
+                    self.mirrored.append(entry[1])
+                    return
+            except ReplicaError as error:
+                self.mirror_failures.append(error)
+                self.notices.append(f"the mirror is not used: {error}")
+        self.store.fetch(name, path, entry, on_bytes)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from obstore import UpdateVersion
 
 T = TypeVar("T")
+FetchObject = Callable[[str, Path, Entry, Callable[[int], None]], None]
+"""Downloads an object to a file of this digest and size (`ReplicaStore.fetch`)."""
 
 MAX_READS = 8
 """Maximum number of reads of an object whose content differs in each read."""
@@ -179,18 +181,20 @@ class ReplicaStore:
     Every call raises ReplicaError if it failed for as long as the limits allow, or if `stopping` returned True.
     """
 
-    def __init__(self, url: str, limits: TransferLimits, stopping: Callable[[], bool]) -> None:
+    def __init__(self, url: str, limits: TransferLimits, stopping: Callable[[], bool], is_mirror: bool = False) -> None:
         """Create the store. Nothing is sent yet.
 
         Args:
             url: `machine.replica`, or a value of `--replica`; both were checked when they were read.
             limits: bandwidth limit and timeouts.
             stopping: called during long calls and between attempts; returns whether to stop.
+            is_mirror: whether this is `machine.replica_mirror`, which may be in another region.
         """
         self.display_url = strip_credentials(url)
         """The URL without credentials, for messages."""
         self._limits, self._stopping = limits, stopping
-        self._storage = ObjectStorage(url, limits.timeout_s, limits.slowest_bytes_s, limits.retry_timeout_s > 0)
+        retries = limits.retry_timeout_s > 0
+        self._storage = ObjectStorage(url, limits.timeout_s, limits.slowest_bytes_s, retries, is_mirror)
         self._free_at_s, self._pace_mutex = 0.0, threading.Lock()
         self._verified: dict[str, Entry] = {}
         """Objects that this process has verified."""

@@ -48,7 +48,7 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
 URGENT_INTERVAL_S = 0.25
 """Interval while a caller waits for the work to finish."""
-CHECKPOINT_POLL_S = 0.5
+CHECKPOINT_POLL_S = 0.2
 """Interval at which a new checkpoint is looked for."""
 JOIN_S = 2.0
 """Longest wait for an upload in progress when the uploads end."""

@@ -37,6 +37,16 @@ class DroppedRows(Record):
     """First few rows as `file:line`, with the value that was found."""
 
 
+class FlawedRows(Record):
+    """Rows that fail one check of their text (prepare.quality)."""
+
+    count: int
+    is_dropped: bool
+    """Whether prepare.quality.drop names the check, so that the rows are dropped."""
+    examples: tuple[str, ...]
+    """First few rows as `file:line`, with the flaw that was found."""
+
+
 class TeacherProvenance(Record):
     """Provenance of a source that `ratchet select` wrote, which contains answers of teachers."""
 
@@ -97,14 +107,17 @@ class NearDuplicateReport(Record):
     """Result of the search for near-duplicates."""
 
     threshold: float
-    """Minimum Jaccard similarity of the word shingles of near-duplicates."""
+    """Minimum Jaccard similarity of the word shingles of near-duplicates, or cosine of embeddings."""
     shingle_words: int
+    """Words in a shingle; 0 for embeddings."""
     clusters: int
     across_splits: int
     """Number of dropped rows whose kept row is in another split. Without the removal, these rows would be leakage."""
     contradicting: int = 0
     """Number of dropped rows whose label differs from that of the kept row."""
     largest: tuple[NearDuplicateCluster, ...]
+    model: str = ""
+    """Folder and digest of the model of the embeddings."""
 
 
 class LeakageReport(Record):
@@ -127,6 +140,16 @@ class TruncationReport(Record):
     """Number of tokens removed."""
 
 
+class PairReport(Record):
+    """Lengths of the chosen and rejected answers of the training rows. A model may learn to prefer length."""
+
+    chosen_tokens: float
+    """Mean number of trained tokens of a chosen answer."""
+    rejected_tokens: float
+    longer_chosen: float
+    """Share of the pairs whose chosen answer has more tokens than the rejected one; equal lengths count half."""
+
+
 class SplitStratum(Record):
     """Rows with the same value of the stratification field, or with the same label."""
 
@@ -145,10 +168,12 @@ class DatasetCard(Record):
     """SHA-256 of each source file."""
     base_digest: str
     """Digest of the base model whose tokenizer and template were used."""
-    task: Literal["labels", "text"]
+    task: Literal["labels", "text", "preferences"]
     rows_in: int
     rows_out: int
     dropped: dict[str, DroppedRows]
+    flaws: dict[str, FlawedRows] = Field(default_factory=dict)
+    """Rows that fail a check of their text, by check. A row may fail several."""
     splits: dict[str, int]
     lengths: dict[str, LengthDistribution]
     """Distribution by split."""
@@ -170,6 +195,9 @@ class DatasetCard(Record):
     strata: dict[str, SplitStratum] = Field(default_factory=dict)
     """Rows by stratum or label; empty if there are neither strata nor labels."""
     near_duplicates: NearDuplicateReport | None = None
+    semantic_duplicates: NearDuplicateReport | None = None
+    pairs: PairReport | None = None
+    """None unless prepare.task is preferences."""
     leaks: dict[str, LeakageReport] = Field(default_factory=dict)
     """Overlap by evaluation set."""
     truncated: dict[str, TruncationReport] = Field(default_factory=dict)

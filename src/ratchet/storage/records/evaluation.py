@@ -21,13 +21,14 @@ ModelRole = Literal["base", "candidate", "merged", "champion", "anchor"]
 ROWS = "rows.jsonl"
 """Name of the file with one `EvaluatedRow` per line."""
 
-ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1"]
-"""`validation_loss` comes from likelihoods; the others come from greedy answers, which are scored as in stage
-evaluate."""
+ValidationMetric = Literal["validation_loss", "accuracy", "exact_match", "token_f1", "preference_accuracy"]
+"""`validation_loss` and `preference_accuracy` come from likelihoods; the others come from greedy answers, which are
+scored as in stage evaluate."""
 
 VALIDATION_METRICS: tuple[ValidationMetric, ...] = get_args(ValidationMetric)
 VALIDATION_LOSS: ValidationMetric = "validation_loss"
-GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS}
+PREFERENCE_ACCURACY: ValidationMetric = "preference_accuracy"
+GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS, PREFERENCE_ACCURACY}
 """Metrics that need generated answers."""
 
 
@@ -105,8 +106,18 @@ class JudgePreference(Record):
     """Share of verdicts for the first answer minus 0.5, without ties. None: only ties."""
 
 
+class PanelPreference(Record):
+    """Comparison of the candidate's answers with those of another model by several judges."""
+
+    against: ModelRole
+    win_rate: MetricValue | None
+    """Mean over rows of the judges' mean score. None: no judge scored a row."""
+    alpha: MetricValue | None
+    """Krippendorff's alpha of the judges' scores of a row. None: undefined, because all scores are equal."""
+
+
 class JudgeReport(Record):
-    """Results of the LLM judge (evaluate.judge). No gate rule uses them."""
+    """Results of an LLM judge (evaluate.judge). No gate rule uses them."""
 
     model: str
     base_url: str
@@ -124,6 +135,10 @@ class JudgeReport(Record):
     """Number of output tokens; None: the server does not report it."""
     cost: float | None
     """Cost by evaluate.judge.input_price and output_price, stored replies included; None if the prices are not set."""
+    additional_judges: tuple["JudgeReport", ...] = ()
+    """Results of evaluate.judge.additional_judges."""
+    panel: dict[ModelRole, PanelPreference] = Field(default_factory=dict)
+    """Comparisons by all judges together, with additional judges."""
 
 
 class EvaluationReport(Record):
@@ -213,7 +228,7 @@ def documents_file(role: str, task: str) -> Path:
 
 def judge_file(role: str) -> Path:
     """Return the file of comparisons with a model: lines {id, identical_answers, score, preferred: [..., ...], replies:
-    [text, text]}.
+    [text, text]}. With additional judges, `additional_judges` has score, preferred and replies of each.
     """
     return Path("judge") / f"{role}.jsonl"
 
@@ -259,7 +274,12 @@ class ValidationLaunch(Record):
         """Raise SettingsError for metrics that this dataset does not support."""
         if "accuracy" in self.job.metrics and card.task != "labels":
             raise SettingsError(
-                "metric accuracy is the share of correct labels, but prepare.task is text; use exact_match or token_f1"
+                f"metric accuracy is the share of correct labels, but prepare.task is {card.task}; use exact_match or "
+                "token_f1"
+            )
+        if PREFERENCE_ACCURACY in self.job.metrics and card.task != "preferences":
+            raise SettingsError(
+                f"metric preference_accuracy compares chosen and rejected answers, but prepare.task is {card.task}"
             )
         if self.job.rows < 0 or not self.job.metrics:
             raise SettingsError(

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ratchet.storage.records.base import BaseCard, Record
 
-FormatKind = Literal["hf", "gguf", "onnx"]
+FormatKind = Literal["hf", "gguf", "bitsandbytes", "onnx"]
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. Arguments: current work, amount done, total amount (in bytes, tensors or rows)."""
@@ -139,6 +139,25 @@ class MergeTrial(Record):
     check: MergeCheck
 
 
+class AdapterRetention(Record):
+    """Result of an adapter in a merge with others: the loss of its answers alone and merged, in nats per token."""
+
+    adapter: str
+    """Path of the adapter as in the settings; `trained` for the project's own."""
+    weight: float
+    rows: int
+    """Number of validation rows, of the adapter's own data if they were named."""
+    base: float
+    """Mean over rows of the loss of the base without adapters."""
+    alone: float
+    """The same with this adapter alone, with weight 1."""
+    merged: float
+    """The same for the merged model."""
+    low: float
+    high: float
+    """Bounds of the paired 95 % interval of merged - alone."""
+
+
 class MergeReport(Record):
     """Merged adapters, and the quality of the merge."""
 
@@ -153,6 +172,38 @@ class MergeReport(Record):
     names in its files could not be mapped to parameters."""
     trials: tuple[MergeTrial, ...]
     """Merges that were tried. The bundle names the base of the selected merge."""
+    method: str = "linear"
+    """How several adapters were combined."""
+    density: float | None = None
+    """Share of the entries of each update that the method kept; None for linear."""
+    retention: tuple[AdapterRetention, ...] = ()
+    """The loss of each adapter, if several were merged."""
+
+
+class ServedAdapter(Record):
+    """An adapter in a server with several adapters, compared with base + adapter as peft computes it."""
+
+    name: str
+    digest: str
+    rank: int
+    """Largest rank of its matrices."""
+    distance: DistributionDistance
+    """Distance of the server with this adapter from base + adapter."""
+    effect: float
+    """Mean KL divergence of the base alone from base + adapter, in nats: the distance if the adapter were ignored."""
+
+
+class AdapterServer(Record):
+    """Result of `ratchet adapters`: base and adapters for one server."""
+
+    base_digest: str
+    base_file: str
+    """GGUF file of the base, relative to the directory."""
+    base: DistributionDistance
+    """Distance of the server without an adapter from the base."""
+    adapters: tuple[ServedAdapter, ...]
+    runtime: str
+    """Server in which they were tested."""
 
 
 class BaseScan(Record):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.mlflow_environment import resolve_addresses
 from ratchet.config.settings import Settings
 from ratchet.errors import TrackingError
 from ratchet.runs import status as run_status
@@ -20,9 +21,11 @@ from ratchet.runs.directory import RunPaths, list_runs
 from ratchet.runs.log import print_message
 from ratchet.runs.tracking_payload import read_final_status
 from ratchet.storage import digests
-from ratchet.tracking.mlflow import experiments, run_logger
+from ratchet.storage.layout import ProjectLayout
+from ratchet.tracking.mlflow import experiments, run_logger, traces
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, log_batch, run_tags
 from ratchet.tracking.mlflow.run_logger import Draw, MlflowRunCallback
+from ratchet.tracking.mlflow.traces import EvaluatedAnswer
 
 Artifacts = Mapping[str, Sequence[Path]]
 PAGE_TAG = "ratchet.report_digest"
@@ -33,6 +36,14 @@ class MlflowTracker(Experiment):
 
     Every method raises TrackingError if MLflow cannot be read or written.
     """
+
+    @classmethod
+    def open(cls, layout: ProjectLayout, settings: Settings) -> "MlflowTracker":
+        """Open the experiment that the settings and the environment name. Raises SettingsError for the environment."""
+        addresses = resolve_addresses(settings, layout.mlflow_database)
+        if addresses.ignored is not None:
+            print_message(addresses.ignored)
+        return cls(layout, addresses.experiment, addresses.tracking)
 
     def create_callback(
         self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True
@@ -142,6 +153,18 @@ class MlflowTracker(Experiment):
             self._log_report(run.run_id, self._send_journal(run), metrics, artifacts, tags)
 
         _send_within_grace(run.run_id, "metrics of this stage are", send, grace_s)
+
+    def report_answers(self, run_id: str, answers: Sequence[EvaluatedAnswer], grace_s: float) -> None:
+        """Log generated answers as traces of a run that MLflow has; they replace its earlier ones. A failure of MLflow
+        is only printed. The wait for a slow server is at most `grace_s` seconds.
+        """
+
+        def send() -> None:
+            if (mlflow_run := self.find(run_id)) is not None:  # otherwise `report` has printed why it is missing
+                with self.connected() as client:
+                    traces.log_answers(self, client, mlflow_run, answers)
+
+        _send_within_grace(run_id, "generated answers are", send, grace_s)
 
     def publish(
         self, run: MlflowRunCallback, page: Path, more: Callable[[Path], Sequence[Path]], grace_s: float

@@ -1,7 +1,7 @@
 """Opens an MLflow store and one experiment in it: finds runs by Ratchet's run id, creates each run once, saves views.
 
 The project's own store is a SQLite file, which is created once and opened under a lock. Runs may be logged to a server
-instead (`machine.tracking_uri`); the model registry always stays in the project.
+instead, and models registered there (`config.mlflow_environment`).
 
 Only MlflowClient is used, with an absolute address. MLflow's fluent functions keep global state, and resolve a database
 path relative to the working directory.
@@ -12,6 +12,7 @@ import getpass
 import json
 import logging
 import os
+import re
 import shlex
 import sqlite3
 import sys
@@ -22,10 +23,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratchet.errors import LockHeldError, TrackingError, TrackingSchemaError
+from ratchet.errors import LockHeldError, TrackingError, TrackingSchemaError, TrackingServerError
 from ratchet.http_client import describe_error
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
@@ -47,6 +49,8 @@ minutes."""
 HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """Maximum retries, and timeout of a request in seconds, unless the environment sets them. They are lower than MLflow's
 defaults (7 and 120), because callbacks send failed data again anyway."""
+REFUSALS = (401, 403)
+"""Statuses with which a server, or the proxy in front of it, refuses user, password or token."""
 SETTLE_S = 2.0
 """Assumed upper bound of the time in which a machine queries a server for a run, does not find it, and creates it."""
 LOCK_WAIT_S = 120.0
@@ -74,9 +78,10 @@ at the same moment: 12 % of the first attempts collide, and no second attempt.""
 class MlflowStore:
     """A server, or the project's database, which is created at the first use."""
 
-    def __init__(self, layout: ProjectLayout, server: str | None = None) -> None:
+    def __init__(self, layout: ProjectLayout, server: str | None = None, advice: str = "") -> None:
         self.layout = layout
         self.server = server
+        self._advice = f"fix the cause, then run the command again{advice}"
         self._client: Any = None
 
     @contextmanager
@@ -114,13 +119,29 @@ class MlflowStore:
 
     def _error(self, error: Exception) -> TrackingError:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        advice = "fix the cause, then run the command again; it sends what a run lacks from its journal"
-        return TrackingError(f"MLflow ({self.where}): {cause}; {advice}")
+        if self.server is not None and (status := _http_status(error)) in REFUSALS:
+            return TrackingServerError(
+                f"MLflow ({self.where}): the server refused the access (status {status}); check MLFLOW_TRACKING_TOKEN, "
+                "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        kind = TrackingError if self.server is None else TrackingServerError
+        return kind(f"MLflow ({self.where}): {cause}; {self._advice}")
 
     @property
     def where(self) -> str:
         """Address of the server, or path of the database file."""
         return self.server or str(self.layout.mlflow_database)
+
+
+def _http_status(error: Exception) -> int | None:
+    """Return the status with which the server answered, if the error has one."""
+    if (response := getattr(error.__cause__ or error, "response", None)) is not None:
+        return int(response.status_code)
+    found = re.search(r"failed with error code (\d{3})", str(error))  # a refusal whose body is not JSON
+    if found:
+        return int(found[1])
+    get_status = getattr(error, "get_http_status_code", None)
+    return int(get_status()) if get_status is not None else None
 
 
 def _open_database(layout: ProjectLayout) -> Any:
@@ -229,7 +250,7 @@ class Experiment:
     def __init__(self, layout: ProjectLayout, name: str, server: str | None = None) -> None:
         self.layout = layout
         self.name = name
-        self.store = MlflowStore(layout, server)
+        self.store = MlflowStore(layout, server, "; it sends what a run lacks from its journal")
         self._id = ""
 
     @contextmanager
@@ -328,11 +349,20 @@ def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
     Raises:
         MlflowException: any other error, or a collision at every one of MAX_COLLISIONS attempts.
     """
+    repeat_on_collision(partial(client.log_batch, mlflow_id, **batch))
+
+
+def repeat_on_collision(call: Callable[[], Any]) -> None:
+    """Make a call that may be repeated, again and again while another process inserts the same row of the database.
+
+    Raises:
+        MlflowException: any other error, or a collision at every one of MAX_COLLISIONS attempts.
+    """
     from mlflow.exceptions import MlflowException
 
     for attempt in range(1, MAX_COLLISIONS + 1):
         try:
-            client.log_batch(mlflow_id, **batch)
+            call()
             return
         except MlflowException as error:
             # SQLite, PostgreSQL or MySQL refused a row that another process just inserted.

@@ -1,24 +1,42 @@
 """Reads and writes MLflow's model registry. Promoted models are versions of one registered model; an alias marks the
 champion.
 
-A version is found by the tag `ratchet.model_digest`, so a model that is registered twice has one version. The alias
-moves by compare-and-set under the store's lock. MLflow itself has no compare-and-set, so a move of the alias in
-MLflow's UI within the same few milliseconds is not detected.
+A version is found by the tag `ratchet.model_digest`, so a model that is registered twice has one version.
+
+In the project's own store, versions refer to the folders of promoted models, and the alias moves by compare-and-set
+under the store's lock. MLflow itself has no compare-and-set, so a move of the alias in MLflow's UI within the same few
+milliseconds is not detected.
+
+On a server, the files are uploaded, and the shared ledger decides (`shared_ledger`). The alias follows the ledger: the
+person who adds an entry moves it, then reads the ledger again, and moves it again if there is a newer entry. If that
+person is killed in between, the next command of anybody moves it: a version without the tag of its newest entry is not
+complete yet.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.mlflow_environment import resolve_addresses
+from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError
+from ratchet.registry.model_store import KIND
+from ratchet.registry.promotion import EVENT, promotion_tags
 from ratchet.storage.layout import ProjectLayout
-from ratchet.tracking.mlflow import run_logger
-from ratchet.tracking.mlflow.experiments import MlflowStore
+from ratchet.storage.records.gate import Promotion
+from ratchet.tracking.mlflow import model_files, run_logger
+from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
+from ratchet.tracking.mlflow.model_files import DIGEST_TAG
+from ratchet.tracking.mlflow.shared_ledger import SharedLedger
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""
-DIGEST_TAG = "ratchet.model_digest"
+UPLOAD_TIMEOUT_S = "600"
+"""Timeout of a request to a server with registered models, unless MLFLOW_HTTP_REQUEST_TIMEOUT is set. After an upload,
+the server copies the file before it answers."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +51,48 @@ class MlflowModelVersion:
 
 
 class MlflowModelRegistry:
-    """The versions of one registered model in the project's own MLflow store.
+    """The versions of one registered model, in the project's own MLflow store or on a server.
 
-    Every method raises TrackingError if the database cannot be read or written.
+    Every method raises TrackingError if MLflow cannot be read or written.
     """
 
-    def __init__(self, layout: ProjectLayout, model_name: str) -> None:
+    def __init__(
+        self, layout: ProjectLayout, model_name: str, server: str | None = None, experiment: str | None = None
+    ) -> None:
         self.layout = layout
         self.model_name = model_name
-        self._store = MlflowStore(layout)
+        self.server = server
+        self._experiment = experiment or model_name
+        self._store = MlflowStore(layout, server)
+        self.shared = None if server is None else SharedLedger(self._store, model_name)
+        """The ledger on the server; None in the project's own store, whose ledger is in the project."""
+        if server is not None:
+            os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", UPLOAD_TIMEOUT_S)
+
+    @classmethod
+    def open(cls, layout: ProjectLayout, settings: Settings) -> "MlflowModelRegistry":
+        """Open the registry that the settings and the environment name. Raises SettingsError for the environment."""
+        addresses = resolve_addresses(settings, layout.mlflow_database)
+        return cls(layout, settings.promote.model_name, addresses.registry, addresses.experiment)
+
+    @property
+    def where(self) -> str:
+        """Address of the server, or path of the project's database."""
+        return self._store.where
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a registry that can be asked: a server, or the project's database."""
+        return self.server is not None or self.layout.mlflow_database.exists()
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
         """Return the version number of the model in `source`. If the model has no version yet, register one.
 
-        A new version gets the tags, and is linked to the MLflow run of Ratchet's run id, if it exists.
+        A new version gets the tags, and is linked to the MLflow run of Ratchet's run id, if it exists. A server gets
+        the files that it lacks.
         """
+        if self.shared is not None:
+            return self._ensure_on_server(self.shared, model_digest, source, run_id, tags)
         with self._store.connected() as client, self._store.locked():
             numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
             if numbers:
@@ -64,15 +109,56 @@ class MlflowModelRegistry:
             self._link(client, tags, int(created.version))
             return int(created.version)
 
+    def _ensure_on_server(
+        self, shared: SharedLedger, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]
+    ) -> int:
+        """Upload the files, then register the version: a registered version has all of its files."""
+        with self._store.connected() as client:
+            shared.open_run(client)  # creates the registered model
+            experiment_id = shared.open_experiment(client)
+            model_id = model_files.upload_model(
+                client, self.where, experiment_id, model_digest, source, f"model-{model_digest[:12]}"
+            )
+            numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
+            if not numbers:
+                client.create_model_version(
+                    self.model_name,
+                    f"models:/{model_id}",
+                    run_id=self._mlflow_run(client, run_id),
+                    tags={**tags, DIGEST_TAG: model_digest},
+                    await_creation_for=0,  # a database needs no wait
+                    model_id=model_id,
+                )
+                # Another person may have registered the same model at the same time: both take the lower number.
+                numbers = [v.number for v in self._versions(client) if v.model_digest == model_digest]
+            self._link(client, tags, min(numbers))
+            return min(numbers)
+
+    def fetch_model(self, model_digest: str) -> None:
+        """Fetch a promoted model from the server into its folder, or what the folder lacks. No effect without a server.
+
+        Raises:
+            ChampionError: the model is not registered on the server.
+            DamagedFileError: the server has other bytes than the model's manifest.
+        """
+        if self.server is None:
+            return
+        with self._store.connected() as client:
+            version = next((v for v in self._versions(client) if v.model_digest == model_digest), None)
+            if version is None:
+                raise ChampionError(f"model {model_digest[:12]} of {self.model_name} is not registered on {self.where}")
+            folder = self.layout.promoted_model(model_digest)
+            model_files.fetch_model(client, self.where, version.source.rpartition("/")[2], folder, KIND)
+
     def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
         """Link the adapter's logged model to the version, if runs are logged to this store."""
-        experiment = client.get_experiment_by_name(self.model_name)
+        experiment = client.get_experiment_by_name(self._experiment)
         if experiment is not None and (adapter := tags.get(run_logger.ADAPTER_TAG)):
             run_logger.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
 
     def champion(self) -> int | None:
         """Return the version number of the champion alias, or None."""
-        if not self.layout.mlflow_database.exists():
+        if not self.exists:
             return None
         with self._store.connected() as client:
             return self._champion(client)
@@ -103,23 +189,69 @@ class MlflowModelRegistry:
                 )
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
 
+    def commit(self, entry: Promotion, expected: int | None) -> None:
+        """Make the version of a ledger's entry champion: move the alias, or add the entry to the server's ledger.
+
+        Raises:
+            ChampionError: another promotion took place since the decision.
+        """
+        if self.shared is None:
+            self.set_champion(entry.version, expected)
+        else:
+            self.shared.append(entry)
+
+    def has_committed(self, event: str, version: int) -> bool:
+        """Return whether `commit` was done for this event and version."""
+        if self.shared is None:
+            return self.champion() == version
+        return any(entry.id == event for entry in self.shared.read())
+
+    def move_alias(self) -> None:
+        """Move the alias to the version of the newest entry on the server. No effect in the project's own store."""
+        if self.shared is None:
+            return
+        with self._store.connected() as client:
+            # Each pass reads the ledger after the alias was moved, so the last of several writers corrects the alias.
+            while (entries := self.shared.read()) and self._champion(client) != entries[-1].version:
+                version = str(entries[-1].version)
+                repeat_on_collision(partial(client.set_registered_model_alias, self.model_name, CHAMPION, version))
+
+    def complete_newest(self) -> Promotion | None:
+        """Complete the newest promotion on the server, if the person who started it was interrupted.
+
+        Returns:
+            The entry, if something was missing. Its hooks are called by the project of that person.
+        """
+        entries = self.shared.read() if self.shared is not None else []
+        version = self.version(entries[-1].version) if entries else None
+        if version is None or version.tags.get(EVENT) == entries[-1].id:
+            return None
+        self.move_alias()
+        self.annotate_version(version.number, entries[-1].run_id, promotion_tags(entries[-1]), None)
+        return entries[-1]
+
+    def model_uri(self, version: int, folder: Path) -> str:
+        """Return the address of a version: its folder, or on a server `models:/NAME/VERSION`."""
+        return folder.as_uri() if self.server is None else f"models:/{self.model_name}/{version}"
+
     def annotate_version(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
         """Set tags and description of a version. Set the same tags and `ratchet.version` of the MLflow run of this run
         id.
 
         A run id without an MLflow run is ignored. A second call changes nothing. If `description` is None, the current
-        description is kept.
+        description is kept. The version's tag EVENT is set last, because it means that the others are there.
         """
         with self._store.connected() as client:
             model_version = client.get_model_version(self.model_name, str(version))
-            for key, value in tags.items():
-                if model_version.tags.get(key) != value:
-                    client.set_model_version_tag(self.model_name, str(version), key, value)
             if description is not None and model_version.description != description:
                 client.update_model_version(self.model_name, str(version), description)
             if mlflow_id := self._mlflow_run(client, run_id):
                 for key, value in {**tags, "ratchet.version": str(version)}.items():
-                    client.set_tag(mlflow_id, key, value)
+                    repeat_on_collision(partial(client.set_tag, mlflow_id, key, value))
+            for key, value in sorted(tags.items(), key=lambda item: item[0] == EVENT):
+                if model_version.tags.get(key) != value:
+                    tag = partial(client.set_model_version_tag, self.model_name, str(version), key, value)
+                    repeat_on_collision(tag)  # another person may complete the same promotion
 
     def find_version(self, model_digest: str) -> int | None:
         """Return the version number of this model, or None."""
@@ -131,7 +263,7 @@ class MlflowModelRegistry:
 
     def versions(self) -> list[MlflowModelVersion]:
         """Return all versions that Ratchet registered, ascending."""
-        if not self.layout.mlflow_database.exists():
+        if not self.exists:
             return []
         with self._store.connected() as client:
             return sorted(self._versions(client), key=lambda v: v.number)
@@ -150,7 +282,7 @@ class MlflowModelRegistry:
                 return versions
 
     def _mlflow_run(self, client: Any, run_id: str) -> str | None:
-        experiment = client.get_experiment_by_name(self.model_name)
+        experiment = client.get_experiment_by_name(self._experiment)
         if experiment is None:
             return None
         runs = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)

@@ -25,7 +25,13 @@ from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent, JournalReader
 from ratchet.runs.log import print_message
 from ratchet.runs.status import MemoryStatus
-from ratchet.runs.tracking_payload import MetricPoint, MetricPointExtractor, collect_parameters, read_final_status
+from ratchet.runs.tracking_payload import (
+    MetricPoint,
+    MetricPointExtractor,
+    StoredSteps,
+    collect_parameters,
+    read_final_status,
+)
 from ratchet.storage import digests
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -215,8 +221,7 @@ class MlflowRunCallback:
         self._status = ""
         self._attempts = 0
         self._card: DatasetCard | None = None
-        self._stored_steps: dict[str, set[int]] = {}
-        """Steps that MLflow has, by metric."""
+        self._stored_steps = StoredSteps()
         self._extractor = MetricPointExtractor()
 
     @property
@@ -287,18 +292,12 @@ class MlflowRunCallback:
         """
         from mlflow.entities import Metric
 
-        new_metrics: dict[tuple[str, int], Any] = {}
-        for point in points:
-            if point.step not in self._stored_steps.get(point.key, ()):
-                new_metrics.setdefault(
-                    (point.key, point.step), Metric(point.key, point.value, round(point.t * 1000), point.step)
-                )
-        metrics = list(new_metrics.values())
-        for start in range(0, max(len(metrics), bool(tags)), MAX_BATCH):
-            batch = metrics[start : start + MAX_BATCH]
-            log_batch(client, self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
-            for metric in batch:
-                self._stored_steps.setdefault(metric.key, set()).add(metric.step)
+        new = self._stored_steps.select_new(points)
+        for start in range(0, max(len(new), bool(tags)), MAX_BATCH):
+            batch = new[start : start + MAX_BATCH]
+            metrics = [Metric(point.key, point.value, round(point.t * 1000), point.step) for point in batch]
+            log_batch(client, self._mlflow_id, metrics=metrics, tags=run_tags({} if start else tags))
+            self._stored_steps.add(batch)
 
     def _finish(self, status: Status) -> None:
         with self._experiment.connected() as client:
@@ -354,7 +353,9 @@ class MlflowRunCallback:
         self._experiment.call_all(calls)
         keys = [key for key in run.data.metrics if key.startswith(JOURNAL_PREFIXES)]
         histories = self._experiment.call_all([partial(client.get_metric_history, mlflow_id, key) for key in keys])
-        self._stored_steps = {key: {p.step for p in points} for key, points in zip(keys, histories, strict=True)}
+        self._stored_steps = StoredSteps(
+            {key: [p.step for p in points] for key, points in zip(keys, histories, strict=True)}
+        )
         is_own = existing_tags.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
         self._attempts = int(existing_tags.get(ATTEMPTS_TAG, "0")) if is_own else 0  # each machine counts its attempts
         self._mlflow_id, self._status = mlflow_id, run.info.status

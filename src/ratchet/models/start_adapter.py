@@ -1,0 +1,243 @@
+"""Finds the trained weights that a training starts from (train.init_adapter), and identifies them by their content.
+
+They are a checkpoint of a run, or an adapter in peft's format, in a directory or on the hub. Imports no torch.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.train import Train
+from ratchet.errors import DamagedFileError, DataError, HubError, SettingsError
+from ratchet.models import base_model, hub
+from ratchet.runs.directory import CHECKPOINT, RunPaths
+from ratchet.storage import digests, files
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
+
+INIT_ADAPTER = "train.init_adapter"
+"""Key path of the setting, for messages."""
+CHECKPOINT_WEIGHTS, CHECKPOINT_IDENTITY = "trainable.safetensors", "identity.json"
+"""Files of a checkpoint (training/checkpoint.py)."""
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DEEPSPEED_SCRIPT = "zero_to_fp32.py"
+"""DeepSpeed copies this script into its checkpoints. Their states are pickles, which Ratchet does not read."""
+EQUAL_SETTINGS = (
+    "adapter",
+    "rank",
+    "alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "initialization",
+)
+"""Settings that must be those of the training from which a checkpoint comes."""
+PEFT_DEFAULTS: Mapping[str, tuple[str, Any]] = {
+    "r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("use_rslora", False),
+    "rank_pattern": ("rank_pattern", {}), "alpha_pattern": ("alpha_pattern", {}),
+}  # fmt: skip
+"""Name of the setting and peft's default (LoraConfig), by key of adapter_config.json."""
+KIND = "start weights"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^@\s]+)?")
+"""Id of an adapter on the hub, and optionally its commit, tag or branch."""
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class StartAdapterCommits(Record):
+    """experiments/start_adapters.json: commits of adapters on the hub."""
+
+    commits: dict[str, str]
+    """Commit by the value of train.init_adapter, such as `org/name@main`."""
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """Trained weights in a directory."""
+
+    path: Path
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the directory is a checkpoint; otherwise, it is an adapter in peft's format."""
+        return (self.path / CHECKPOINT_WEIGHTS).is_file()
+
+    @property
+    def _files(self) -> tuple[str, str]:
+        return (CHECKPOINT_WEIGHTS, CHECKPOINT_IDENTITY) if self.is_checkpoint else (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+
+    @property
+    def weights(self) -> Path:
+        """File of the weights."""
+        return self.path / self._files[0]
+
+    def digest(self) -> str:
+        """Return the digest of the weights and, for an adapter, of its configuration. Raises DataError if a file is
+        missing."""
+        names = self._files[:1] if self.is_checkpoint else self._files
+        try:
+            return digests.hash_files(digests.hash_unchanged_files(self.path, names))
+        except FileNotFoundError as error:
+            if (self.path / DEEPSPEED_SCRIPT).is_file():
+                raise DataError(
+                    f"{INIT_ADAPTER}: {self.path}: found the states of DeepSpeed's ranks, but no {ADAPTER_WEIGHTS}; "
+                    f"save the adapter with save_pretrained (docs/scale.md), or load the output of {DEEPSPEED_SCRIPT} "
+                    "with peft and save it"
+                ) from None
+            raise DataError(
+                f"{INIT_ADAPTER}: {self.path}: found neither {CHECKPOINT_WEIGHTS} nor {ADAPTER_WEIGHTS} with "
+                f"{ADAPTER_CONFIG} ({error.filename} is missing); set a RunId, or the directory of an adapter or a "
+                "checkpoint"
+            ) from None
+
+    def require_fit(self, train: Train, base_digest: str) -> None:
+        """Raise SettingsError if a training with these settings and this base cannot start from the weights, as far as
+        is known without reading them."""
+        document = self._read_json(self._files[1])
+        if self.is_checkpoint:
+            spec = document.get("spec", {})
+            found = {key: spec.get("train", {}).get(key) for key in EQUAL_SETTINGS}
+            base = spec.get("base_digest")
+        else:
+            found = {name: document.get(key) or default for key, (name, default) in PEFT_DEFAULTS.items()}
+            found["adapter"] = "dora" if document.get("use_dora") else "lora"
+            base = base_model.read_base_digest(self.path)
+        is_digest = re.fullmatch("[0-9a-f]{64}", str(base)) is not None  # peft itself writes a name or a path
+        if (self.is_checkpoint or is_digest) and base != base_digest:
+            raise SettingsError(
+                f"{INIT_ADAPTER}: {self.path}: was trained on the base model with the digest {str(base)[:12]}, but "
+                f"this project's is {base_digest[:12]}; set another adapter"
+            )
+        if found["adapter"] == "adalora" or found.get("initialization") == "pissa":
+            raise SettingsError(
+                f"{INIT_ADAPTER}: {self.path}: is a checkpoint of AdaLoRA or PiSSA, and its weights alone are no "
+                "start; set the directory result/adapter of that run, which is a LoRA"
+            )
+        own = train.model_dump(mode="json")
+        for key, value in found.items():
+            if own[key] != value:
+                raise SettingsError(
+                    f"train.{key}: found {own[key]}, but the weights in {self.path} have {value}; set train.{key}: "
+                    f"{value}, or other weights ({INIT_ADAPTER})"
+                )
+
+    def require_digest(self, short: str) -> None:
+        """Raise DataError unless the digest of the weights begins so."""
+        if not self.digest().startswith(short):
+            raise DataError(
+                f"{INIT_ADAPTER}: {self.path}: has changed since the start of this run; restore it, or start a new run"
+            )
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        try:
+            document = json.loads((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{INIT_ADAPTER}: {self.path / name}: cannot be read ({error}); set another adapter"
+            ) from None
+        if not isinstance(document, dict):
+            raise DataError(f"{INIT_ADAPTER}: {self.path / name}: found no JSON object; set another adapter")
+        return document
+
+
+def locate(layout: ProjectLayout, train: Train) -> StartAdapter:
+    """Return the weights that the setting names. Raises DataError if there are none."""
+    reference = str(train.init_adapter)
+    run = RunPaths(layout.runs / reference)
+    if "/" not in reference and run.root.is_dir():
+        if not run.is_finished():
+            raise DataError(f"{INIT_ADAPTER}: run {reference} has no result; finish it, or set one of its checkpoints")
+        kept = "best" if _read_train(run).get("final_checkpoint") == "best" else "last"
+        return StartAdapter(run.result / "checkpoints" / kept)
+    path = (layout.root / Path(reference).expanduser()).resolve()
+    if path.is_dir():
+        return StartAdapter(path)
+    if not HUB_ID.fullmatch(reference):
+        raise DataError(
+            f"{INIT_ADAPTER}: found {reference!r}, but there is neither such a run in {layout.runs} nor such a "
+            "directory; set a RunId, the directory of an adapter or a checkpoint, or the hub id of an adapter"
+        )
+    try:
+        return StartAdapter(_fetch_from_hub(layout, reference))
+    except HubError as error:
+        raise HubError(
+            f"{INIT_ADAPTER}: {reference} is no directory ({path}), so it is treated as a hub id; {error}"
+        ) from None
+
+
+def _fetch_from_hub(layout: ProjectLayout, reference: str) -> Path:
+    """Return the directory of an adapter on the hub in the hub's cache, downloaded if necessary.
+
+    A branch or tag means the commit that it had at the first use in this project, so that a training can be resumed
+    and repeated after the branch has moved.
+    """
+    repository, _, revision = reference.partition("@")
+    path = layout.start_adapters
+    known = StartAdapterCommits.load(path).commits if path.exists() else {}
+    commit = revision if COMMIT.fullmatch(revision) else known.get(reference)
+    names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    if commit is not None:
+        return hub.find_cached(repository, commit, names) or hub.download(repository, commit, names)
+    found = hub.download(repository, revision or "main", names)
+    if all((found / name).is_file() for name in names):  # otherwise `digest` refuses it
+        StartAdapterCommits(commits=known | {reference: found.name}).save(path)
+    return found
+
+
+def resolve(layout: ProjectLayout, train: Train, base_digest: str) -> Train:
+    """Return section train as a run's spec contains it: with the first digits of the digest of the weights.
+
+    Raises:
+        DataError: the weights are missing.
+        SettingsError: they do not fit the settings or the base.
+    """
+    if train.init_adapter is None:
+        return train
+    start = locate(layout, train)
+    digest = start.digest()[: digests.SHORT]
+    start.require_fit(train, base_digest)
+    return train.model_copy(update={"init_adapter": digest})
+
+
+def keep_best_weights(layout: ProjectLayout, run: RunPaths) -> str:
+    """Keep the best weights of a run, which may still be trained, in a directory of their own. Return its path relative
+    to the project.
+
+    Raises:
+        DataError: the run has no valid checkpoint on this machine, or is removed now.
+    """
+    source = run.result / "checkpoints" / "best" if run.is_finished() else _find_best_checkpoint(run)
+    try:
+        target = layout.experiments / "start_weights" / StartAdapter(source).digest()[: digests.SHORT]
+        if not target.exists():
+            with files.sealed_directory(target, KIND) as scratch:
+                for name in (CHECKPOINT_WEIGHTS, CHECKPOINT_IDENTITY):
+                    files.link_or_copy(source / name, scratch / name)
+    except FileNotFoundError:  # a newer checkpoint has replaced it
+        raise DataError(f"run {run.root.name}: {source} was removed in the meantime; repeat the command") from None
+    return target.relative_to(layout.root).as_posix()
+
+
+def _find_best_checkpoint(run: RunPaths) -> Path:
+    for step in reversed(run.checkpoint_steps()):
+        path = run.checkpoint(step)
+        with suppress(DamagedFileError, OSError, ValueError, KeyError):  # damaged or removed: an older one counts
+            files.verify_sealed(path, CHECKPOINT)
+            best = run.checkpoint(_read_best_step(path) or step)
+            files.verify_sealed(best, CHECKPOINT)
+            return best
+    raise DataError(f"run {run.root.name}: has no valid checkpoint on this machine to start from ({run.checkpoints})")
+
+
+def _read_best_step(path: Path) -> int:
+    state: Mapping[str, Any] = json.loads((path / "state.json").read_bytes())["state"]
+    return int(state["best_step"])
+
+
+def _read_train(run: RunPaths) -> dict[str, Any]:
+    train: dict[str, Any] = json.loads(run.spec.read_bytes()).get("train", {})
+    return train
