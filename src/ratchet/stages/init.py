@@ -279,7 +279,7 @@ def _write_files(layout: ProjectLayout, params: str, settings: Settings) -> None
     files.write_atomic(layout.params, params)
     schema = layout.root / params_file.SCHEMA_FILE  # with it, editors complete and check params.yaml
     schema.parent.mkdir(exist_ok=True)
-    files.write_atomic(schema, json.dumps(params_file.build_json_schema(), ensure_ascii=False) + "\n")
+    files.write_atomic(schema, json.dumps(params_file.build_json_schema(), indent=1, ensure_ascii=False) + "\n")
     files.write_atomic(layout.root / "dvc.yaml", Path(__file__).with_name("dvc_template.yaml").read_text())
     if settings.base.source == TINY:
         files.write_atomic(layout.text / "help.txt", gzip.decompress(TINY_BASE_TEXT.read_bytes()))
