@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import tiny_project
 from ratchet.config import params_file
 from ratchet.config.export import Export
 from ratchet.config.gate import AtLeastRule, Gate
-from ratchet.runs.directory import RunPaths, list_runs
+from ratchet.runs.directory import list_runs
 from ratchet.runs.journal import JournalReader
 from ratchet.storage import files
 from ratchet.storage.layout import EXPERIMENT_WORKSPACES, ProjectLayout
@@ -58,15 +59,15 @@ def wait(layout: ProjectLayout, name: str, is_true: Callable[[], bool]) -> None:
         time.sleep(1)
 
 
-@pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProjectLayout]:
+@pytest.fixture
+def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProjectLayout]:
     """Create a project in which no stage has run."""
-    folder = tmp_path_factory.mktemp("experiments")
-    tiny_project.write_rows(folder, 400)
-    data = str(folder / "rows.jsonl")
-    arguments = ("init", str(folder / "project"), "--data", data, "--prompt", "request", "--response", "intent")
+    monkeypatch.setenv("SHELL", "/bin/sh")  # on Debian, this shell stays between dvc and the command of a stage
+    tiny_project.write_rows(tmp_path, 400)
+    data = str(tmp_path / "rows.jsonl")
+    arguments = ("init", str(tmp_path / "project"), "--data", data, "--prompt", "request", "--response", "intent")
     subprocess.run(tiny_project.command(*arguments), env=tiny_project.environment(), check=True, capture_output=True)
-    layout = ProjectLayout(folder / "project")
+    layout = ProjectLayout(tmp_path / "project")
     settings, small = params_file.load(layout.params), tiny_project.SETTINGS
     parts = {"base": small.base, "train": small.train, "machine": small.machine, "gate": GATE, "export": Export()}
     evaluate = settings.evaluate.model_copy(update={"max_new_tokens": 8, "generation_rows": 16})
@@ -111,14 +112,13 @@ def test_two_experiments_at_a_time_in_a_project_where_nothing_has_run(layout: Pr
 
 
 def test_an_experiment_that_is_killed_and_queued_again_resumes(layout: ProjectLayout) -> None:
-    before = {paths.root for paths in list_runs(layout.runs)}
     # At this rate the loss falls slowly, so that early stopping does not end the training before it is killed.
     values = ("-S", "train.rank=3", "-S", "train.epochs=60", "-S", "train.learning_rate=0.00001", "train")
 
     def steps() -> list[tuple[int, int]]:
-        """Return attempt and number of each step of the new run."""
-        new = [paths for paths in list_runs(layout.runs) if paths.root not in before]
-        events = JournalReader(new[0].journal).read() if new and new[0].journal.exists() else ()
+        """Return attempt and number of each step of the run."""
+        found = list_runs(layout.runs)
+        events = JournalReader(found[0].journal).read() if found and found[0].journal.exists() else ()
         return [(event.attempt, event.data["step"]) for event in events if event.kind == "step"]
 
     for attempt, force in ((1, ()), (2, ("--force",))):
@@ -132,7 +132,7 @@ def test_an_experiment_that_is_killed_and_queued_again_resumes(layout: ProjectLa
     start(layout)
     wait(layout, "complete", lambda: states(layout)["complete"] in ("Success", "Failed"))
     assert states(layout)["complete"] == "Success"
-    (paths,) = (RunPaths(paths.root) for paths in list_runs(layout.runs) if paths.root not in before)
+    (paths,) = list_runs(layout.runs)
     report = TrainReport.load(paths.result / "train.json")
     assert {attempt for attempt, _ in steps()} == {1, 2, 3}
     assert [step for _, step in steps()] == list(range(1, report.steps + 1)), "no step is lost, none is repeated"

@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 import tiny_project
 from bad_input_cases import (
     finished,  # noqa: F401 (a fixture)
@@ -35,14 +37,14 @@ def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
     assert "is busy" in output or "in use by process" in output
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output
-    run = find_newest_run(layout.runs)
-    assert run is not None
-    assert [e.attempt for e in JournalReader(run.journal).read() if e.kind == "attempt_started"] == [1]
+    assert attempts(layout) == [1]
 
 
+@pytest.mark.parametrize("shell", ["/bin/bash", "/bin/sh"])  # dvc runs the commands of stages with $SHELL
 def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
-    tmp_path: Path, mlflow_template: Path, finished: ProjectLayout
+    tmp_path: Path, mlflow_template: Path, finished: ProjectLayout, shell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SHELL", shell)
     layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
     first = repro(layout)
     deadline = time.monotonic() + 120
@@ -55,11 +57,18 @@ def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
     assert again.returncode == 0, output
     found = steps(layout)
     assert sorted(set(found)) == list(range(1, max(found) + 1))
+    assert attempts(layout) == [1, 2]
 
 
 def steps(layout: ProjectLayout) -> list[int]:
     run = find_newest_run(layout.runs) if layout.runs.is_dir() else None
     return [e.data["step"] for e in JournalReader(run.journal).read() if e.kind == "step"] if run else []
+
+
+def attempts(layout: ProjectLayout) -> list[int]:
+    run = find_newest_run(layout.runs)
+    assert run is not None
+    return [event.attempt for event in JournalReader(run.journal).read() if event.kind == "attempt_started"]
 
 
 def project_with_dvc(root: Path, finished: ProjectLayout, mlflow_template: Path) -> ProjectLayout:

@@ -68,3 +68,34 @@ def started(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 def ended(process: subprocess.Popen[str]) -> int:
     process.communicate(timeout=30)
     return process.returncode
+
+
+# Starts a command as dvc does, with this shell, and ends.
+STARTER = """
+import os, subprocess, sys
+subprocess.Popen([sys.argv[1], "-c", sys.argv[2]])
+sys.stdin.readline()
+os._exit(1)
+"""
+CHILD = """
+import signal, sys
+from ratchet.runs.signals import die_with_starter
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("asked to stop", flush=True)))
+die_with_starter(signal.SIGTERM)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
+@pytest.mark.parametrize("stays", [False, True], ids=["replaces itself", "stays"])
+def test_the_end_of_the_program_that_started_the_shell_is_noticed(tmp_path: Path, shell: str, stays: bool) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    command = f"{sys.executable} {tmp_path / 'child.py'}" + ("; true" if stays else "")
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, shell, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "ready\n"
+        starter.kill()
+        assert starter.stdout.readline() == "asked to stop\n"

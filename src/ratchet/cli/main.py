@@ -58,7 +58,7 @@ from ratchet.config.extras import SENTRY_VARIABLE, TRACE_VARIABLES, explained_im
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError
 from ratchet.models.lazy_imports import import_model_libraries, set_library_defaults
 from ratchet.redaction import SETTING_PREFIX, print_exception, redact_stderr, write_stderr
-from ratchet.runs.signals import die_with_parent, list_stop_signals
+from ratchet.runs.signals import die_with_starter, list_stop_signals
 from ratchet.stages.project import Project
 from ratchet.storage.progress import report_step
 
@@ -155,8 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     set_library_defaults()
     if "DVC_STAGE" in os.environ or "RATCHET_JOB" in os.environ:
-        # If dvc or `ratchet work` is killed, the kernel sends this process SIGTERM: it saves a checkpoint and ends.
-        die_with_parent(signal.SIGTERM)
+        # If dvc or `ratchet work` is killed, this process gets SIGTERM: it saves a checkpoint and ends.
+        die_with_starter(signal.SIGTERM)
     sys.excepthook = print_exception
     for number in list_stop_signals():  # so that scratch directories are removed; a supervisor installs its own handler
         signal.signal(number, _raise_interrupt)

@@ -8,11 +8,14 @@ descriptor, so it learns of a signal while the training thread is busy. This mod
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+import psutil
 
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.runs.worker_process import WorkerProcess
@@ -21,6 +24,8 @@ TRAINING_THREAD_SHARE = 0.5
 """Share of the grace period in which the training thread may end its micro-batch and seal the run itself."""
 WAIT_STEP_S = 0.2
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHELLS = ("sh", "dash", "ash", "bash", "ksh", "zsh", "fish")
+"""Shells that may stand between dvc and the command of a stage."""
 
 
 class GracefulShutdown:
@@ -145,3 +150,26 @@ def die_with_parent(number: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def die_with_starter(number: int) -> None:
+    """Ask for a signal when the program that started this one ends: the parent, or the parent's parent if the parent is
+    a shell that waits for this command.
+
+    DVC runs the command of a stage with `$SHELL -c`. Some shells replace themselves by the last command (bash), others
+    stay (dash of Debian 12); if dvc is killed, a shell that stays goes on. A thread waits for the end of its parent.
+    """
+    die_with_parent(number)
+    with contextlib.suppress(psutil.NoSuchProcess):  # the parent has just ended, so the signal is on its way
+        parent = psutil.Process(os.getppid())
+        starter = parent.ppid()
+        if parent.name() in SHELLS and "-c" in parent.cmdline():
+            threading.Thread(target=_send_at_end, args=(os.pidfd_open(starter), number), daemon=True).start()
+
+
+def _send_at_end(descriptor: int, number: int) -> None:
+    """Wait until the process of a descriptor ends, also if nobody has read its exit code; then send the signal."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), number)
