@@ -110,8 +110,8 @@ def format_safety_lines(report: "EvaluationReport") -> list[str]:
     lines = [f"safety: answers judged by {safety.scorer[:40]}"]
     for name, change in safety.changes.items():
         lines.append(
-            f"{name}: {100 * change.value:+.1f} points from the base [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-            f" ({change.n} prompts; + is better)"
+            f"{name}: {100 * change.value:+.1f} points from the base "
+            f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] ({change.n} prompts; + is better)"
         )
     for role, differences in safety.differences.items():
         found = [one for one in differences if one.p < SIGNIFICANCE]

@@ -99,7 +99,7 @@ def add_to_card(card: DatasetCard, canaries: Sequence[Canary], rows: Sequence[Pr
 def compute_exposure(rank: int, alternatives: int) -> float:
     """Compute the exposure of a canary in bits: log2 of the number of possible secrets minus log2 of its rank.
 
-    Carlini et al. 2019, definition 6, for a sample of the possible secrets (their section 4.3). A canary that was not
+    Definition of Carlini et al. 2019, for a sample of the possible secrets. A canary that was not
     memorized has a uniform rank, and a mean exposure of about 1 / ln 2 = 1.44 bits.
 
     Args:

@@ -18,8 +18,8 @@ _CANNOT = (
 )
 _ACTION = (
     r"(?:help|assist|provide|comply|do (?:that|this|it|so)|answer|support|give|share|offer|create|write|generate"
-    r"|produce|discuss|engage|fulfill?|participate|tell|explain|advise|take part|be part|continue|encourage|describe|show"
-    r"|go into|walk you|respond|talk about|make)"
+    r"|produce|discuss|engage|fulfill?|participate|tell|explain|advise|take part|be part|continue|encourage|describe"
+    r"|show|go into|walk you|respond|talk about|make)"
 )
 _BETWEEN = r"(?:'m (?:just |only )?an? [\w ]{1,30} and| really| simply| just|,? however,?)?"
 PHRASES = (

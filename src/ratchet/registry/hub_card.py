@@ -129,11 +129,14 @@ class HubCard:
 
         for name, metric in self._metrics.items() if self.kind != "gguf" else ():
             is_harness = name.startswith("harness/")
-            own = "safety tests" if name.startswith(SAFETY_PREFIX) else "test rows of the project"
-            dataset = name.split("/")[1] if is_harness else own
+            dataset, kind = "test rows of the project", "private"
+            if is_harness:
+                dataset = kind = name.split("/")[1]
+            elif name.startswith(SAFETY_PREFIX):
+                dataset, kind = "safety tests", "private-safety-tests"  # the hub groups results by the kind
             yield EvalResult(
-                task_type=_TASK, dataset_type=dataset if is_harness else "private", dataset_name=dataset,
-                dataset_split=None if is_harness else "test", metric_type=name.rsplit("/", 1)[-1],
+                task_type=_TASK, dataset_type=kind, dataset_name=dataset, dataset_split=None if is_harness else "test",
+                metric_type=name.rsplit("/", 1)[-1],
                 metric_value=metric.value, metric_name=f"{name} of {_ROLE_NAMES[self._scored_role]} "
                 f"({_INTERVAL} {metric.low:.4g} to {metric.high:.4g}, n = {metric.n:,})",
                 metric_args={"low": metric.low, "high": metric.high, "confidence": 0.95, "samples": metric.n},
@@ -189,7 +192,7 @@ class HubCard:
         if safety is not None:
             yield from (f"- Tested: {SAFETY_TESTS[name]}." for name in safety.tested)
         yield from (f"- Not tested: {description}." for description in list_untested(evaluation))
-        yield "- Not tested: languages, subjects and attacks outside of these tests. A passed test does not exclude harm."
+        yield "- Not tested: other languages, subjects and attacks. A passed test does not exclude harm."
         yield ""
         if safety is None:
             return
@@ -202,8 +205,8 @@ class HubCard:
         for one in found:
             yield (
                 f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "
-                f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, {one.templates} "
-                "templates)"
+                f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, "
+                f"{one.templates} templates)"
             )
         yield from ([""] if safety.untestable_rows or found else [])
 
