@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny_project
+from classifier_cases import write_classifier
 from ratchet.cli.evaluate import format_scores
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
@@ -28,6 +29,7 @@ from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     CANARY_EXPOSURE,
     CANARY_EXTRACTED,
+    HARMFUL,
     INJECTION_RESISTED,
     MEMORIZED,
     REFUSED_UNSAFE,
@@ -174,3 +176,10 @@ def test_stage_reports_the_tests(layout: ProjectLayout, monkeypatch: pytest.Monk
     before = files.read_manifest(layout.evaluate)
     evaluate.evaluate(Project.from_parts(layout, SETTINGS))
     assert files.read_manifest(layout.evaluate) == before
+
+    write_classifier(layout.root / "models" / "harm", {0: "fine", 1: "harmful"})
+    other = params_file.apply_changes(SETTINGS, {"evaluate.safety.scorer": "models/harm"})
+    judged = evaluate.evaluate(Project.from_parts(layout, other)).report
+    assert judged.safety is not None and judged.safety.scorer.startswith("classifier ")
+    assert HARMFUL in judged.safety.tested and judged.scores["candidate"].metrics[HARMFUL].n == 1
+    assert judged.contracts.keys() != report.contracts.keys()

@@ -82,6 +82,7 @@ def _apply_rule(context: RuleContext, rule: Rule) -> RuleResult:
                 metric = GENERAL_PERPLEXITY
                 result = rules.apply_forgetting(context, rule)
             case FailureRateRule():
+                metric = rules.FAILURES[rule.rule].metric
                 result = rules.apply_failure_rate(context, rule)
             case BudgetRule(resource=metric):
                 result = rules.apply_budget(context, rule)
