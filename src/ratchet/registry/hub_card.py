@@ -13,16 +13,14 @@ from ratchet.config.export import Export
 from ratchet.config.train import Train
 from ratchet.models import model_card
 from ratchet.models.model_card import Publication
-from ratchet.registry.deployment.model_card import describe_forced, escape_markdown
-from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.evaluation import (
-    SAFETY_PREFIX,
-    SAFETY_TESTS,
-    EvaluationReport,
-    MetricValue,
-    ModelRole,
-    list_untested,
+from ratchet.registry.deployment.model_card import (
+    describe_coverage,
+    describe_forced,
+    escape_markdown,
+    format_metrics,
 )
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.evaluation import SAFETY_PREFIX, EvaluationReport, MetricValue, ModelRole
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
 from ratchet.storage.records.gate import Decision
 from ratchet.storage.records.push import ForcedPush, PushKind
@@ -35,9 +33,6 @@ _TASK = "text-generation"
 _LIBRARIES: Mapping[PushKind, str | None] = {"adapter": "peft", "merged": "transformers", "gguf": None}
 _ROLE_NAMES: Mapping[ModelRole, str] = {"candidate": "the adapter on its base", "merged": "the merged model"}
 _INTERVAL = "95 % interval"
-_TABLE_HEAD = (f"| Metric | Value | {_INTERVAL} | Samples | Base |", "|---|---:|---:|---:|---:|")
-_SIGNIFICANCE = 0.05
-"""Adjusted p-value below which the card names a difference between groups."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ class HubCard:
             licence=self.metadata.licence, languages=self.metadata.languages, datasets=self.metadata.datasets,
             notices=tuple(self._notices()),
             usage=(
-                *self._evaluation_section(), *self._coverage_section(), *self._provenance_section(),
-                *self._usage_section(base),
+                *self._evaluation_section(), *describe_coverage(self.evaluation, self._scored_role),
+                *self._provenance_section(), *self._usage_section(base),
             ),
         )  # fmt: skip
         if self.kind == "adapter":
@@ -163,8 +158,8 @@ class HubCard:
             f"Scores of {_ROLE_NAMES[self._scored_role]} on data that was not used for training. The base was scored "
             "on the same data."
         )
-        yield from ("", *_TABLE_HEAD)
-        yield from (self._format_row(name) for name in self._metrics if not name.startswith(SAFETY_PREFIX))
+        names = [name for name in self._metrics if not name.startswith(SAFETY_PREFIX)]
+        yield from ("", *format_metrics(self.evaluation, self._scored_role, names))
         yield ""
         for artifact in self._artifacts:
             distance, task = artifact.distance, artifact.task
@@ -174,41 +169,6 @@ class HubCard:
                 f"token at {distance.greedy_agreement:.2%} of {distance.positions:,} positions{score}"
             )
         yield from ([""] if self._artifacts else [])
-
-    def _format_row(self, name: str) -> str:
-        metric, base = self._metrics[name], self.evaluation.scores.get("base") if self.evaluation is not None else None
-        of_base = base.metrics.get(name) if base is not None else None
-        cells = [
-            escape_markdown(name), f"{metric.value:.4g}", f"{metric.low:.4g} to {metric.high:.4g}",
-            f"{metric.n:,}", f"{of_base.value:.4g}" if of_base is not None else "",
-        ]  # fmt: skip
-        return f"| {' | '.join(cells)} |"
-
-    def _coverage_section(self) -> Iterator[str]:
-        yield from ("## What was tested and what was not", "")
-        evaluation, safety = self.evaluation, self.evaluation.safety if self.evaluation is not None else None
-        if evaluation is not None:
-            yield "- Tested: quality, by the metrics under Evaluation."
-        if safety is not None:
-            yield from (f"- Tested: {SAFETY_TESTS[name]}." for name in safety.tested)
-        yield from (f"- Not tested: {description}." for description in list_untested(evaluation))
-        yield "- Not tested: other languages, subjects and attacks. A passed test does not exclude harm."
-        yield ""
-        if safety is None:
-            return
-        yield from (f"Safety tests; answers were judged by {escape_markdown(safety.scorer)}.", "", *_TABLE_HEAD)
-        yield from (self._format_row(name) for name in self._metrics if name.startswith(SAFETY_PREFIX))
-        yield ""
-        if safety.untestable_rows:
-            yield f"{safety.untestable_rows:,} training rows were too short to be tested for memorization."
-        found = [one for one in safety.differences.get(self._scored_role, ()) if one.p < _SIGNIFICANCE]
-        for one in found:
-            yield (
-                f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "
-                f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, "
-                f"{one.templates} templates)"
-            )
-        yield from ([""] if safety.untestable_rows or found else [])
 
     def _provenance_section(self) -> Iterator[str]:
         lineage, bundle = self.lineage, self.bundle
