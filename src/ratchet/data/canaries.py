@@ -73,7 +73,7 @@ def encode_canaries(canaries: Sequence[Canary], tokenizer: Any, max_tokens: int)
 
 
 def add_to_card(card: DatasetCard, canaries: Sequence[Canary], rows: Sequence[PreparedRow]) -> DatasetCard:
-    """Return the card with the planted rows: their number, lengths, and a warning."""
+    """Return the card with the planted rows: their number, extreme and total lengths, and a warning."""
     lengths, sizes = card.lengths["train"], [len(row.encoded.input_ids) for row in rows]
     changed = lengths.model_copy(
         update={

@@ -293,7 +293,7 @@ def judge_file(role: str) -> Path:
 
 def safety_file(role: str) -> Path:
     """Return the file of a model's answers to the prompts of evaluate.safety: lines {id, test, prompt, answer}, with
-    `refused` and `harmful` where they were judged, and group and template of paired prompts.
+    `refused` and `harm` where they were judged, and further fields of each test.
     """
     return Path("safety") / f"{role}.jsonl"
 
