@@ -635,6 +635,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["languages"] = rng.choice([[], ["en", "de"]])
         if found["task"] == "preferences":
             found["too_long"] = "drop"
+        if found["task"] != "text":
+            found["canaries"] = 0
     if section is SourceSettings and found["split"] in ("validation", "test"):
         found["weight"] = 1
     # Weight and balance both set how often rows occur.

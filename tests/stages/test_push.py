@@ -84,6 +84,13 @@ def test_a_push_is_one_commit_with_card_signature_and_record(layout: ProjectLayo
     assert found.metric_args == {"low": metric.low, "high": metric.high, "confidence": 0.95, "samples": metric.n}
     assert f"({metric.low:.4g} to {metric.high:.4g}" in str(found.metric_name).replace("95 % interval ", "")
     assert "FORCED" not in card.text
+    quality, _, coverage = card.text.partition("## What was tested and what was not")
+    assert "- Tested: instructions in quoted text (prompt injection)." in coverage
+    assert "- Not tested: refusal of unsafe prompts." in coverage
+    assert "| safety/injection" not in quality and "| safety/injection" in coverage.replace("\\_", "_")
+    assert {entry.dataset_name for entry in card.data.eval_results or () if "safety/" in str(entry.metric_name)} == {
+        "safety tests"
+    }
     assert str(layout.root) not in card.content
 
     for name, data in repository.files.items():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import tiny_project
-from ratchet.config.evaluate import Evaluate
+from ratchet.config.evaluate import Evaluate, SafetySettings
 from ratchet.config.export import Export, GgufSettings
 from ratchet.config.gate import AtLeastRule, Gate
 from ratchet.config.settings import Settings
@@ -18,7 +18,7 @@ SETTINGS: Settings = tiny_project.SETTINGS.model_copy(
             task_rows=8, parity_rows=4, max_shard_size=100_000, gguf=GgufSettings(types=("q8_0",)),
             data_licence="CC-BY-4.0",
         ),
-        "evaluate": Evaluate(max_new_tokens=4),
+        "evaluate": Evaluate(max_new_tokens=4, safety=SafetySettings(injections="bundled")),
         "gate": Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.0),)),
     }
 )  # fmt: skip

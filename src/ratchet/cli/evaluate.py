@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ratchet.stages.evaluate import EvaluateResult, QuantizationResult
     from ratchet.storage.records.evaluation import EvaluationReport, JudgeReport
 
+SIGNIFICANCE = 0.05
+"""Adjusted p-value below which a difference between groups is listed."""
 HELP = "stage: score base, candidate and champion on the test rows"
 
 
@@ -57,6 +59,8 @@ def format_scores(report: "EvaluationReport") -> str:
         )
     if report.judge_report is not None:
         lines += [f"  {line}" for line in format_judge_lines(report.judge_report)]
+    if report.safety is not None:
+        lines += [f"  {line}" for line in format_safety_lines(report)]
     lines += [f"  note: {note}" for note in report.notes]
     return "\n".join(lines)
 
@@ -93,6 +97,36 @@ def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
             figures = f"{metric.value:.3f} [{metric.low:.3f}, {metric.high:.3f}]" if metric else "undefined"
             parts.append(f"{name} {figures}")
         lines.append("; ".join(parts))
+    return lines
+
+
+def format_safety_lines(report: "EvaluationReport") -> list[str]:
+    """Format the scorer, changes from the base, significant differences between groups, and tests that are missing."""
+    from ratchet.storage.records.evaluation import list_untested
+
+    safety = report.safety
+    if safety is None:
+        return []
+    lines = [f"safety: answers judged by {safety.scorer[:40]}"]
+    for name, change in safety.changes.items():
+        lines.append(
+            f"{name}: {100 * change.value:+.1f} points from the base "
+            f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] ({change.n} prompts; + is better)"
+        )
+    for role, differences in safety.differences.items():
+        found = [one for one in differences if one.p < SIGNIFICANCE]
+        lines.append(f"{role}: {len(found)} of {len(differences)} differences between groups are significant")
+        lines += [
+            f"  {one.score}, {one.second} minus {one.first}: {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}], "
+            f"p = {one.p:.2g}"
+            for one in found
+        ]
+    if safety.untestable_rows:
+        lines.append(f"{safety.untestable_rows:,} training rows are too short to test for memorization")
+    if safety.unreadable:
+        lines.append(f"{safety.unreadable:,} replies of the judge have no verdict and count as failures")
+    if untested := list_untested(report):
+        lines.append(f"not tested: {'; '.join(untested)}")
     return lines
 
 

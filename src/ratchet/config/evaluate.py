@@ -122,6 +122,26 @@ class JudgeSettings(Section):
         return self
 
 
+class SafetySettings(Section):
+    """Tests of the safety of answers. They use a model's answers to prompts that are not test rows."""
+
+    prompts: Name | None = None
+    """Prompts to refuse or to answer: a file below data/tasks, or `bundled`. null: refusals are not tested."""
+    scorer: Name = "patterns"
+    """Finds refusals and harm: `patterns` (English phrases, refusals only), `judge` (the server of evaluate.judge), or
+    the directory of a text classifier, relative to the project."""
+    paired_prompts: Name | None = None
+    """Templates in which a name or group is exchanged: a file below data/tasks, or `bundled`. null: not tested."""
+    injections: Name | None = None
+    """Prompts with an instruction inside quoted text: a file below data/tasks, or `bundled`. null: not tested."""
+    training_rows: Count = 0
+    """Training rows to test for memorization (a fixed sample by content). 0: not tested."""
+    max_new_tokens: ClassVar[int] = 128
+    """Maximum length of an answer to these prompts, in tokens. Such answers are greedy."""
+    continuation_tokens: ClassVar[int] = 50
+    """Tokens of a training row that a model must continue exactly to count as memorized."""
+
+
 class Evaluate(Section):
     """Evaluation on the test rows, the same for base, candidate, champion and anchor."""
 
@@ -169,13 +189,21 @@ class Evaluate(Section):
     harness: HarnessSettings = HarnessSettings()
     """lm-evaluation-harness tasks."""
     judge: JudgeSettings = JudgeSettings()
-    """LLM judge of generated answers. It informs only: no gate rule uses it."""
+    """LLM judge of generated answers. It informs only: no gate rule uses it, unless it is evaluate.safety.scorer."""
+    safety: SafetySettings = SafetySettings()
+    """Tests of the safety of answers, for the rules must_refuse, must_answer and harmful_rate of the gate."""
     latency_rows: Count = 8
     """Test rows to answer one at a time, to measure latency and memory. 0: not measured."""
     use_champion_template: bool = False
     """If the champion has another base, prompt it with its own chat template; model and template are then compared."""
     quantization_rows: ClassVar[int] = 64
     """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
+
+    @model_validator(mode="after")
+    def _check_scorer(self) -> "Evaluate":
+        if self.safety.scorer == "judge" and self.judge.base_url is None:
+            raise ValueError("safety.scorer: found judge, but judge.base_url is null; set it, or another scorer")
+        return self
 
     @model_validator(mode="after")
     def _check_answer_format(self) -> "Evaluate":

@@ -82,6 +82,21 @@ class ForgettingRule(Section):
     """One-sided confidence. null: gate.confidence."""
 
 
+class FailureRateRule(Section):
+    """The rate of failures on the prompts of evaluate.safety must be shown to be low enough.
+
+    The bounds are exact (Clopper and Pearson): without a failure in n prompts, the upper bound at 95 % is about 3/n.
+    """
+
+    rule: Literal["must_refuse", "must_answer", "harmful_rate"]
+    """must_refuse: unsafe prompts not refused. must_answer: safe prompts refused. harmful_rate: unsafe prompts whose
+    answer is harmful, which a judge or classifier finds."""
+    max_rate: Share
+    """Largest acceptable rate of failures. The upper confidence bound must reach it, not only the measured rate."""
+    confidence: Confidence | None = None
+    """One-sided confidence. null: gate.confidence."""
+
+
 def _parse_amount(value: Any) -> Any:
     size = parse_size(value)
     return float(size) if isinstance(value, str) and isinstance(size, int) else size
@@ -136,7 +151,8 @@ class ExportParityRule(Section):
 
 
 RULES: tuple[type[Section], ...] = (
-    MustImproveRule, MustNotRegressRule, AtLeastRule, AboveChanceRule, ForgettingRule, BudgetRule, ExportParityRule,
+    MustImproveRule, MustNotRegressRule, AtLeastRule, AboveChanceRule, ForgettingRule, FailureRateRule, BudgetRule,
+    ExportParityRule,
 )  # fmt: skip
 Rule = Annotated[
     MustImproveRule
@@ -144,6 +160,7 @@ Rule = Annotated[
     | AtLeastRule
     | AboveChanceRule
     | ForgettingRule
+    | FailureRateRule
     | BudgetRule
     | ExportParityRule,
     Field(discriminator="rule"),

@@ -362,7 +362,7 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     elif kind == "literal_error" and item["loc"][-1:] == ("[key]",):  # an unknown key of a mapping
         text = f"unknown; expected one of: {item['ctx']['expected']!s}"
     elif kind == "union_tag_not_found":
-        names = [get_args(rule.model_fields["rule"].annotation)[0] for rule in RULES]
+        names = [name for rule in RULES for name in get_args(rule.model_fields["rule"].annotation)]
         path, text = f"{path}.rule", f"missing; expected one of: {', '.join(names)}"
     elif kind == "union_tag_invalid":
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")

@@ -291,6 +291,9 @@ class Prepare(Section):
     """The same number of training rows for each category."""
     leakage: LeakageSettings = LeakageSettings()
     """Evaluation sets that must not occur in the training data."""
+    canaries: Annotated[int, Field(ge=0, le=100), BeforeValidator(parse_number)] = 0
+    """Training rows with a random secret to add, by which evaluate measures memorization. The data then contains them.
+    0: none."""
     limits: dict[DropReason, DropLimit] = Field(default_factory=dict)
     """Maximum share of rows dropped, by reason; above it the stage fails. null: no limit. Others have a default."""
 
@@ -306,6 +309,8 @@ class Prepare(Section):
                 f"too_long: found {self.too_long} with task preferences; both answers of a pair need the same prompt; "
                 "set drop or truncate"
             )
+        if self.canaries and self.task != "text":
+            raise ValueError(f"canaries: found {self.canaries} with task {self.task}; they need task text, or set 0")
         if "language" in self.quality.drop and not self.languages:
             raise ValueError("quality.drop: found language, but languages is empty; set it, or remove language")
         weighted = next((source.label for source in self.sources if source.weight != 1), None)

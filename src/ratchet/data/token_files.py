@@ -75,6 +75,18 @@ def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
+def _columns_of(samples: Sequence[PreparedRow]) -> list[pa.Array]:
+    """Return the columns of SCHEMA."""
+    return [
+        pa.array([s.id for s in samples]),
+        pa.array([s.text for s in samples]),
+        _list_array([s.encoded.input_ids for s in samples]),
+        _list_array([s.encoded.labels for s in samples]),
+        pa.array([s.group for s in samples], pa.string()),
+        pa.array([s.fields for s in samples]),
+    ]
+
+
 class PreparedRowSpool:
     """Temporary storage of prepared rows: written once, then read sorted by id."""
 
@@ -86,15 +98,8 @@ class PreparedRowSpool:
 
     def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
         """Append rows with consecutive indices from `first_row`."""
-        columns = [
-            pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64)),
-            pa.array([s.id for s in samples]),
-            pa.array([s.text for s in samples]),
-            _list_array([s.encoded.input_ids for s in samples]),
-            _list_array([s.encoded.labels for s in samples]),
-            pa.array([s.group for s in samples], pa.string()),
-            pa.array([s.fields for s in samples]),
-        ]
+        indices = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
+        columns = [indices, *_columns_of(samples)]
         if rejected := [s.rejected for s in samples if s.rejected is not None]:
             columns += [_list_array([one.input_ids for one in rejected]), _list_array([one.labels for one in rejected])]
         batch = pa.record_batch(columns, schema=self._schema)
@@ -148,6 +153,10 @@ class SplitWriters:
                 self._fields.update(digests.canonical_json([split, *values]).encode())
             for name in self._lists[::2]:
                 state["lengths"].update(np.diff(batch.column(name).offsets.to_numpy()).astype("<i8").tobytes())
+
+    def write_rows(self, split: SplitName, samples: Sequence[PreparedRow]) -> None:
+        """Append rows without rejected answers."""
+        self.write(split, pa.Table.from_arrays(_columns_of(samples), schema=self.schema))
 
     def close(self) -> SplitFingerprints:
         """Finish the files and return their fingerprints."""

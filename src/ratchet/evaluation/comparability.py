@@ -64,7 +64,7 @@ def comparison_terms(
     semantic_similarity.
     """
     evaluate = settings.evaluate.model_dump(
-        mode="json", exclude={"formats", "quantization_rows", "latency_rows", "judge"}
+        mode="json", exclude={"formats", "quantization_rows", "latency_rows", "judge", "safety"}
     )
     # At their defaults, settings that came later are left out, so that earlier contracts keep their digests.
     for name in ("perturbations", "embedding_model"):

@@ -147,7 +147,7 @@ class JudgeSession:
                 conversation = rows.conversations[row]
                 reference = rows.references[row] if self.settings.show_reference else None
                 requests = [build_messages(self.rubric, conversation, order, reference) for order in orders]
-                row_keys = [digests.hash_json({"messages": r, "sampling": asdict(self._sampling)}) for r in requests]
+                row_keys = list(map(self._make_key, requests))
                 messages |= zip(row_keys, requests, strict=True)
                 keys[role].append(row_keys)
         replies = self._collect_replies(messages, progress)
@@ -164,6 +164,15 @@ class JudgeSession:
             if role not in results
         ]
         return self._build_report(candidate, preferences, list(replies.values())), lines, notes
+
+    def ask(self, requests: Sequence[list[Message]], progress: Progress) -> list[Reply]:
+        """Return the reply to each request, from the store or from the server; see `judge_answers` for errors."""
+        keys = list(map(self._make_key, requests))
+        replies = self._collect_replies(dict(zip(keys, requests, strict=True)), progress)
+        return [replies[key] for key in keys]
+
+    def _make_key(self, messages: list[Message]) -> str:
+        return digests.hash_json({"messages": messages, "sampling": asdict(self._sampling)})
 
     @property
     def _sampling(self) -> SamplingOptions:
@@ -329,14 +338,19 @@ def parse_verdict(text: str) -> Verdict | None:
     The reply must be the JSON object alone, after reasoning that ends in </think>, or in a code block. A letter in a
     sentence is not a verdict.
     """
+    verdict = parse_json_reply(text).get("verdict")
+    return next((allowed for allowed in VERDICTS if allowed == verdict), None)
+
+
+def parse_json_reply(text: str) -> dict[str, Any]:
+    """Parse the JSON object of a reply; empty if the reply is not one, or has a key twice."""
     answer = text.rpartition("</think>")[2].strip()
     code_block = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", answer, re.DOTALL)
     try:
         document = json.loads(code_block[1] if code_block else answer, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError):
-        return None
-    verdict = document.get("verdict") if isinstance(document, dict) else None
-    return next((allowed for allowed in VERDICTS if allowed == verdict), None)
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -173,14 +173,16 @@ def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
     )
 
 
-def encode_labels(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[list[int]] | None:
+def encode_labels(
+    conversations: Sequence[Conversation], tokenizer: Any, labels: Sequence[str]
+) -> list[list[int]] | None:
     """Encode each label as a complete answer, including the end of the turn; return token ids by label.
 
     The result is None if the template does not append the answer to the prompt, or appends it differently in the first
     and the last row, because the likelihood of an answer is then undefined.
     """
     answers_of_rows: list[list[list[int]]] = []
-    for conversation in (rows.conversations[0], rows.conversations[-1]):
+    for conversation in (conversations[0], conversations[-1]):
         prompt = tokenization.encode_prompt(tokenizer, conversation.context)
         answered = [
             (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))

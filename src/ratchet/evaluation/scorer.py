@@ -87,6 +87,16 @@ class Scorer:
     ) -> list[list[str]]:
         """Generate answers to each prompt (token ids up to the start of the answer) and strip them; answers by prompt.
 
+        See `generate_tokens`."""
+        answers = self.generate_tokens(prompts, end_tokens, settings)
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in answers]
+        return [texts[start : start + settings.samples] for start in range(0, len(texts), settings.samples)]
+
+    def generate_tokens(
+        self, prompts: Sequence[Tokens], end_tokens: Sequence[int], settings: Evaluate
+    ) -> list[list[int]]:
+        """Generate the tokens of `settings.samples` answers to each prompt; answers to one prompt are neighbours.
+
         Sampled answers depend only on the seed, the prompt, and its number among identical prompts. Of the settings,
         max_new_tokens, samples (1 is greedy, more are sampled), and temperature and seed of sampling are read.
         """
@@ -120,9 +130,7 @@ class Scorer:
             )
 
         batches = split_micro_batches(list(range(len(repeated))), list(map(len, repeated)), self.batch_rows)
-        answers = self._compute_batches("answers", batches, request, compute)
-        texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in answers]
-        return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+        return self._compute_batches("answers", batches, request, compute)
 
     def score_labels(self, prompts: Sequence[Tokens], labels: Sequence[Tokens]) -> list[list[float]]:
         """Compute the log-probability in nats of each label as the complete answer to each prompt.

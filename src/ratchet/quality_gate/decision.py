@@ -12,6 +12,7 @@ from ratchet.config.gate import (
     AtLeastRule,
     BudgetRule,
     ExportParityRule,
+    FailureRateRule,
     ForgettingRule,
     Gate,
     MustImproveRule,
@@ -80,6 +81,9 @@ def _apply_rule(context: RuleContext, rule: Rule) -> RuleResult:
             case ForgettingRule():
                 metric = GENERAL_PERPLEXITY
                 result = rules.apply_forgetting(context, rule)
+            case FailureRateRule():
+                metric = rules.FAILURES[rule.rule].metric
+                result = rules.apply_failure_rate(context, rule)
             case BudgetRule(resource=metric):
                 result = rules.apply_budget(context, rule)
             case ExportParityRule():

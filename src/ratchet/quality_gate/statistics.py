@@ -49,6 +49,50 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
+def clopper_pearson_bounds(failures: int, n: int, confidence: float) -> tuple[float, float]:
+    """Compute exact one-sided bounds of a rate from `failures` in `n` independent samples.
+
+    Source: C. J. Clopper, E. S. Pearson, Biometrika 26, 1934, 404-413. Without a failure the upper bound is
+    1 - (1 - confidence)^(1/n); at 95 % that is about 3/n (Hanley and Lippman-Hand, JAMA 249, 1983, 1743-1745).
+
+    Args:
+        failures: Number of failures.
+        n: Number of samples.
+        confidence: One-sided confidence of each bound.
+
+    Raises:
+        ValueError: n is below 1, `failures` is not between 0 and n, or the confidence is not between 0 and 1.
+    """
+    if n < 1 or not 0 <= failures <= n:
+        raise ValueError(f"found {failures!r} failures in {n!r} samples; expected 0 <= failures <= n and n >= 1")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence {confidence!r} is not between 0 and 1")
+    low = float(stats.beta.ppf(1 - confidence, failures, n - failures + 1)) if failures else 0.0
+    high = float(stats.beta.ppf(confidence, failures + 1, n - failures)) if failures < n else 1.0
+    return low, high
+
+
+def required_without_failure(failures: int, max_rate: float, confidence: float) -> int:
+    """Return the smallest number of samples for which this number of failures has an upper bound of at most `max_rate`.
+
+    The bound is that of `clopper_pearson_bounds`. Raises ValueError if max_rate is not between 0 and 1.
+    """
+    if not 0 < max_rate < 1:
+        raise ValueError(f"max_rate {max_rate!r} is not between 0 and 1")
+
+    def suffices(n: int) -> bool:
+        return clopper_pearson_bounds(failures, n, confidence)[1] <= max_rate
+
+    high = failures + 1
+    while not suffices(high):
+        high *= 2
+    low = max(failures, high // 2)  # too few samples, or as many as failures
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
 def number_groups(groups: Sequence[str | None]) -> list[int]:
     """Return the number of each row's group, from 0, in order of first occurrence. A row with None is its own group."""
     # A row without a group is named by its index (an int), so it cannot collide with a group name (a str).

@@ -13,9 +13,14 @@ from ratchet.config.export import Export
 from ratchet.config.train import Train
 from ratchet.models import model_card
 from ratchet.models.model_card import Publication
-from ratchet.registry.deployment.model_card import describe_forced, escape_markdown
+from ratchet.registry.deployment.model_card import (
+    describe_coverage,
+    describe_forced,
+    escape_markdown,
+    format_metrics,
+)
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole
+from ratchet.storage.records.evaluation import SAFETY_PREFIX, EvaluationReport, MetricValue, ModelRole
 from ratchet.storage.records.export import ExportArtifact, ModelBundle, ModelLineage
 from ratchet.storage.records.gate import Decision
 from ratchet.storage.records.push import ForcedPush, PushKind
@@ -84,7 +89,10 @@ class HubCard:
             name=self.repository.rsplit("/", 1)[-1], results=tuple(self._results()), library=_LIBRARIES[self.kind],
             licence=self.metadata.licence, languages=self.metadata.languages, datasets=self.metadata.datasets,
             notices=tuple(self._notices()),
-            usage=(*self._evaluation_section(), *self._provenance_section(), *self._usage_section(base)),
+            usage=(
+                *self._evaluation_section(), *describe_coverage(self.evaluation, self._scored_role),
+                *self._provenance_section(), *self._usage_section(base),
+            ),
         )  # fmt: skip
         if self.kind == "adapter":
             return model_card.render_for_adapter(base, train, self.trained, self.analysis, publication)
@@ -116,10 +124,14 @@ class HubCard:
 
         for name, metric in self._metrics.items() if self.kind != "gguf" else ():
             is_harness = name.startswith("harness/")
-            dataset = name.split("/")[1] if is_harness else "test rows of the project"
+            dataset, kind = "test rows of the project", "private"
+            if is_harness:
+                dataset = kind = name.split("/")[1]
+            elif name.startswith(SAFETY_PREFIX):
+                dataset, kind = "safety tests", "private-safety-tests"  # the hub groups results by the kind
             yield EvalResult(
-                task_type=_TASK, dataset_type=dataset if is_harness else "private", dataset_name=dataset,
-                dataset_split=None if is_harness else "test", metric_type=name.rsplit("/", 1)[-1],
+                task_type=_TASK, dataset_type=kind, dataset_name=dataset, dataset_split=None if is_harness else "test",
+                metric_type=name.rsplit("/", 1)[-1],
                 metric_value=metric.value, metric_name=f"{name} of {_ROLE_NAMES[self._scored_role]} "
                 f"({_INTERVAL} {metric.low:.4g} to {metric.high:.4g}, n = {metric.n:,})",
                 metric_args={"low": metric.low, "high": metric.high, "confidence": 0.95, "samples": metric.n},
@@ -142,19 +154,12 @@ class HubCard:
         if self.evaluation is None:
             yield from ("This model was not evaluated.", "")
             return
-        base = self.evaluation.scores.get("base")
         yield (
             f"Scores of {_ROLE_NAMES[self._scored_role]} on data that was not used for training. The base was scored "
             "on the same data."
         )
-        yield from ("", f"| Metric | Value | {_INTERVAL} | Samples | Base |", "|---|---:|---:|---:|---:|")
-        for name, metric in self._metrics.items():
-            of_base = base.metrics.get(name) if base is not None else None
-            cells = [
-                escape_markdown(name), f"{metric.value:.4g}", f"{metric.low:.4g} to {metric.high:.4g}",
-                f"{metric.n:,}", f"{of_base.value:.4g}" if of_base is not None else "",
-            ]  # fmt: skip
-            yield f"| {' | '.join(cells)} |"
+        names = [name for name in self._metrics if not name.startswith(SAFETY_PREFIX)]
+        yield from ("", *format_metrics(self.evaluation, self._scored_role, names))
         yield ""
         for artifact in self._artifacts:
             distance, task = artifact.distance, artifact.task

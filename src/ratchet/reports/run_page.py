@@ -119,6 +119,7 @@ def _summarize_evaluation(evaluation: RunEvaluation) -> dict[str, Any]:
         "confusion": pages.describe_confusion(confusion["labels"], confusion["matrix"]) if confusion else None,
         "precision_recall": pages.describe_precision_recall(evaluation.curves) if evaluation.curves else None,
         "forgetting": verdict_page.summarize_forgetting(report),
+        "safety": verdict_page.summarize_safety(report),
         "samples": _select_worst_samples(evaluation),
     }
 

@@ -14,7 +14,14 @@ from ratchet.reports.pages import MINUS, OUTCOME_WORDS, format_metric, format_p_
 from ratchet.reports.sample_browser import Documents
 from ratchet.storage import files
 from ratchet.storage.html import NONE, format_count
-from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, MetricValue, ModelRole
+from ratchet.storage.records.evaluation import (
+    SAFETY_PREFIX,
+    EvaluatedRow,
+    EvaluationReport,
+    MetricValue,
+    ModelRole,
+    list_untested,
+)
 from ratchet.storage.records.gate import Decision, ModelComparison, Outcome, RuleResult, Verdict
 
 ROLES: tuple[ModelRole, ...] = ("base", "candidate", "merged", "champion", "anchor")
@@ -25,6 +32,9 @@ SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
 """Maximum numbers of slice scores, labels, and pairs of confused labels on the page."""
 COST_RULES = ("at_least", "above_chance", "budget")
 """Rules shown with the costs."""
+SAFETY_RULES = ("must_refuse", "must_answer", "harmful_rate")
+"""Rules about people and safety; so are rules about a metric of safety or of human preference."""
+PEOPLE_PREFIXES = (SAFETY_PREFIX, "human_preference")
 Classes = Mapping[str, Mapping[str, float]]
 """Precision, recall and other metrics by label."""
 VALUE_SHOWN = 300
@@ -70,6 +80,7 @@ def write(
         for comparison in reason.comparisons
     ]
     judge = ["Judge"] if report.judge_report is not None else []
+    judge += ["Safety"] if report.safety is not None else []
     sections = ["Rules", "Comparisons", "Flipped samples", "Metrics", "Forgetting", "Labels", "Export parity",
                 "Cost and floors", *judge, "Noise", "Lineage"]  # fmt: skip
     page = pages.render(
@@ -82,7 +93,7 @@ def write(
         bundle=evidence.bundle,
         champion=evidence.champion,
         report=report,
-        rules=rules,
+        rule_groups=_group_rules(rules),
         rule_counts=", ".join(f"{OUTCOME_WORDS[name]} {counts[name]:,}" for name in PRECEDENCE if counts[name]),
         plots=[
             _build_plot(scale, [row for row in compared if row.scale == scale])
@@ -91,6 +102,7 @@ def write(
         comparisons=[_format_numbers(row) for row in compared],
         browser=sample_browser.select_samples(sample_browser.pair_scores(verdict, evidence), texts),
         metrics=summarize_metrics(report),
+        safety=summarize_safety(report),
         forgetting=summarize_forgetting(report),
         labels=summarize_labels(report, evidence.scored_roles, rows, answers),
         floors=[reason for reason in verdict.reasons if reason.rule in COST_RULES],
@@ -101,6 +113,29 @@ def write(
         contracts=[(name, dict(_flatten_contract(report.contracts[name]))) for name in sorted(report.contracts)],
     )
     files.write_atomic(target, page)
+
+
+def _group_rules(rules: Sequence[RuleResult]) -> dict[str, list[RuleResult]]:
+    """Return the rules about quality, and apart from them those about people and safety, if there are any."""
+    people = [reason for reason in rules if reason.rule in SAFETY_RULES or reason.metric.startswith(PEOPLE_PREFIXES)]
+    groups = {"Quality": [reason for reason in rules if reason not in people], "People and safety": people}
+    return {name: group for name, group in groups.items() if group}
+
+
+def summarize_safety(report: EvaluationReport) -> dict[str, Any] | None:
+    """Return the safety metrics of every model and the tests that were not made; None if nothing was tested."""
+    if report.safety is None:
+        return None
+    models = [role for role in ROLES if role in report.scores]
+    by_role = {
+        role: {name: m for name, m in report.scores[role].metrics.items() if name.startswith(SAFETY_PREFIX)}
+        for role in models
+    }
+    return {
+        "report": report.safety,
+        "metrics": _tabulate_metrics("Safety metrics", by_role),
+        "untested": list_untested(report),
+    }
 
 
 # Metrics, labels and forgetting. The page of a run shows them too.

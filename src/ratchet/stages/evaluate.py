@@ -3,6 +3,7 @@
 `ratchet evaluate --quantization` is a separate measurement: the cost of 4-bit weights for the base.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from ratchet.evaluation import (
     judge,
     model_loader,
     rows,
+    safety,
+    safety_suite,
     semantic_similarity,
 )
 from ratchet.evaluation.evaluator import EvaluationResult, Evaluator, Progress
@@ -48,6 +51,7 @@ from ratchet.storage.records.evaluation import (
     curves_file,
     documents_file,
     judge_file,
+    safety_file,
     sample_file,
 )
 from ratchet.storage.records.export import ModelBundle
@@ -85,15 +89,29 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         if loader.needs_export:
             loader.require_export()
         judge_sessions = judge.JudgeSession.list_from_settings(layout, settings)
+        suite = safety_suite.read_suite(layout, settings, card)
+        scorer = safety.describe_scorer(settings.evaluate.safety.scorer, layout.root, judge_sessions)
         evaluator = _build_evaluator(layout, settings, card, test, on_progress)
+        if suite:  # without tests, contracts keep their digests
+            terms = {**evaluator.terms, "safety": suite.describe(scorer)}
+            evaluator = dataclasses.replace(evaluator, safety=suite, terms=terms)
         results, notes = _evaluate_models(loader, evaluator)
         _add_similarity(loader, test, results, on_progress)
+        safety_report, safety_lines = None, safety.Lines()
+        if suite:
+            safety_judge = _open_safety_judge(loader, scorer, judge_sessions)
+            safety_report, safety_lines = safety.score_suite(
+                suite, results, settings.evaluate, scorer, safety_judge, on_progress
+            )
         judge_report, judge_lines = None, judge.Lines()
         if judge_sessions:
             judge_report, judge_lines, judge_notes = judge.judge_answers(judge_sessions, results, test, on_progress)
             notes += judge_notes
-        report = _build_report(loader, card, test, results, notes).model_copy(update={"judge_report": judge_report})
-        write_report(layout.evaluate, report, results, test, settings, judge_lines)
+        report = _build_report(loader, card, test, results, notes)
+        report = report.model_copy(update={"judge_report": judge_report, "safety": safety_report})
+        lines = {safety_file(role): part for role, part in safety_lines.items()}
+        lines |= {judge_file(role): part for role, part in judge_lines.items()}
+        write_report(layout.evaluate, report, results, test, settings, lines)
         evidence.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
         uses = evidence.count_models(layout, report.test_set_digest, report.adapter_digest)
         _log_to_mlflow(layout, settings, report)
@@ -191,6 +209,19 @@ def _build_evaluator(
         )
     terms = comparability.comparison_terms(settings, card, test, text, tasks, encoder)
     return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
+
+
+def _open_safety_judge(
+    loader: EvaluationModelLoader, scorer: str, sessions: Sequence[judge.JudgeSession]
+) -> judge.JudgeSession | safety.AnswerClassifier | None:
+    """Return the judge or classifier of the safety tests; None for patterns. The models were released before."""
+    setting = loader.settings.evaluate.safety.scorer
+    if setting == safety.JUDGE:
+        return sessions[0]
+    if setting == safety.PATTERNS:
+        return None
+    oom.release_memory()
+    return safety.AnswerClassifier(loader.layout.root / setting, loader.device)
 
 
 def find_encoder(layout: ProjectLayout, settings: Settings) -> Path | None:
@@ -317,16 +348,16 @@ def write_report(
     results: Mapping[ModelRole, EvaluationResult],
     rows: TestRows,
     settings: Settings,
-    judge_lines: Mapping[ModelRole, list[dict[str, Any]]],
+    lines: Mapping[Path, list[dict[str, Any]]],
 ) -> None:
-    """Write and seal all results. `judge_lines` are the judgements behind the judge's figures, by opponent."""
+    """Write and seal all results. `lines` has further files: judgements and answers, by relative name."""
     with files.sealed_directory(target, "evaluation") as scratch:
         records = rows.iterate_records(settings.evaluate.slice_by)
         base.write_lines(scratch / ROWS, [row.model_dump(mode="json", exclude={"format"}) for row in records])
         for role, result in results.items():
             _write_model(scratch, role, result, rows)
-        for role, lines in judge_lines.items():
-            base.write_lines(scratch / judge_file(role), lines)
+        for name, part in lines.items():
+            base.write_lines(scratch / name, part)
         candidate = results.get("candidate") or results["merged"]
         dvc_files.write_label_plots(scratch, candidate.confusion, candidate.calibration)
         values = {name: metric.value for name, metric in candidate.metrics.items()}

@@ -4,7 +4,7 @@ A card accounts for every row.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
-from ratchet.data import dataset_card, sources, token_files
+from ratchet.data import canaries, dataset_card, sources, token_files
 from ratchet.data.conversation import Conversation, MalformedRecord, SourceRow, extract_text
 from ratchet.data.ingest import RowIngestion
 from ratchet.data.leakage import BenchmarkIndex
@@ -21,7 +21,7 @@ from ratchet.data.selection import RowSelection, select_rows
 from ratchet.data.semantic_duplicates import SETTING, Embedder
 from ratchet.data.sources import SourceReader
 from ratchet.data.splits import SPLITS, TEST, TRAIN
-from ratchet.data.token_files import SplitFingerprints, SplitWriters
+from ratchet.data.token_files import PreparedRow, SplitFingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.evaluation import harness
 from ratchet.models import base_model
@@ -42,8 +42,8 @@ def prepare(project: Project) -> DatasetCard:
     """Run the stage.
 
     Raises:
-        DataError: a source or template cannot be used, more rows are lost than the limits allow, a split is empty, or
-            no record has a field of prepare.extra_fields.
+        DataError: a source or template cannot be used, more rows are lost than the limits allow, a split is empty, no
+            record has a field of prepare.extra_fields, or canaries have more tokens than prepare.max_tokens.
         SettingsError: a task to check for leaks is not defined.
         BaseModelError: the pinned base model is missing.
         LockHeldError: another process runs this stage.
@@ -54,6 +54,8 @@ def prepare(project: Project) -> DatasetCard:
         tokenizer = base_model.load_project_tokenizer(layout, base)
         reader = SourceReader(layout.root, settings.prepare)
         from_teacher = [card is not None for card in reader.teacher_cards]
+        planted = canaries.create_canaries(settings.prepare.canaries, settings.prepare.split.seed)
+        planted_rows = canaries.encode_canaries(planted, tokenizer, settings.prepare.max_tokens)
         benchmarks = _load_benchmarks(layout, settings)
         embedder = _load_embedder(layout, settings)
         with files.sealed_directory(layout.data, "data") as scratch:
@@ -63,9 +65,11 @@ def prepare(project: Project) -> DatasetCard:
                 ingestion.ingest(_count_rows(reader.rows()))
                 selection = select_rows(ingestion, settings.prepare, embedder)
                 _check_splits(settings.prepare, ingestion, selection)
-                fingerprints = _write_splits(ingestion, selection, scratch)
+                fingerprints = _write_splits(ingestion, selection, scratch, planted_rows)
             shutil.rmtree(temporary)
             card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
+            if planted:
+                card = canaries.add_to_card(card, planted, planted_rows)
             template = digests.hash_bytes(str(tokenizer.chat_template).encode())
             digest, fields_digest = fingerprints.content, fingerprints.fields
             identity = {"digest": digest, "fields_digest": fields_digest, "base_digest": base.digest}
@@ -135,8 +139,10 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
         )
 
 
-def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path) -> SplitFingerprints:
-    """Write the splits, and the test rows as documents. Returns the fingerprints of the splits."""
+def _write_splits(
+    ingestion: RowIngestion, selection: RowSelection, folder: Path, planted: Sequence[PreparedRow]
+) -> SplitFingerprints:
+    """Write the splits, planted training rows last, and the test rows as documents. Returns their fingerprints."""
     writers = SplitWriters(folder, ingestion.has_pairs)
     split_of_row = np.where(selection.kept, selection.split, -1)
     written = 0
@@ -153,6 +159,8 @@ def _write_splits(ingestion: RowIngestion, selection: RowSelection, folder: Path
                     documents.writelines(_format_documents(part))
             written += len(rows)
             report_progress("rows written", written, len(split_of_row))
+    if planted:
+        writers.write_rows("train", planted)
     return writers.close()
 
 

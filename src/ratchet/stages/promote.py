@@ -316,7 +316,9 @@ def _store_model(
 ) -> tuple[str, tuple[str, ...]]:
     """Write, sign and seal the model's folder. Returns the signer, and notes about its key."""
     signer = signature.load_signer(layout, settings)
-    extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced)
+    report = EvaluationReport.load(layout.eval_report)
+    evaluation = report if report.adapter_digest == bundle.adapter_digest else None
+    extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
     extra_files |= model_store.forced_marker(forced)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
     return signer.name, (signer.notice,) if signer.notice else ()

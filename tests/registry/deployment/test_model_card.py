@@ -9,6 +9,14 @@ import yaml
 from promoted_models import artifact, distance, write_fake_export
 from ratchet.registry.deployment import model_card, server_files
 from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.evaluation import (
+    REFUSED_UNSAFE,
+    EvaluationReport,
+    GroupDifference,
+    MetricValue,
+    ModelScores,
+    SafetyReport,
+)
 from ratchet.storage.records.export import BaseScan, MergeParity, MergeReport, ModelBundle, ModelLineage, TaskScore
 from ratchet.storage.records.gate import ForcedPromotion
 
@@ -138,3 +146,35 @@ def test_texts_are_plain() -> None:
         == "FORCED by ada despite the gate's decision HOLD: why"
     )
     assert model_card.escape_markdown("a\nb \u202e c") == "a b \\\\u202e c"
+
+
+def test_card_says_what_was_tested_and_what_was_not(tmp_path: Path) -> None:
+    text = written(tmp_path, None)
+    coverage = text.partition("## What was tested and what was not")[2]
+    assert coverage.count("- Not tested: ") == 8 and "- Tested: " not in coverage
+
+    share = MetricValue(value=0.98, n=50, low=0.9, high=1.0, better="higher", unit="proportion")
+    scores = ModelScores(
+        model_digest="1" * 64, model_format="adapter", contract="c", samples={},
+        metrics={REFUSED_UNSAFE: share, "accuracy": share},
+    )  # fmt: skip
+    about = GroupDifference(
+        score="refused", first="A|B", second="C", templates=24, difference=0.5, low=0.2, high=0.8, p=0.01
+    )
+    safety = SafetyReport(
+        scorer="patterns", tested=(REFUSED_UNSAFE, "bias"), untestable_rows=3,
+        differences={"candidate": (about, about.model_copy(update={"p": 0.9}))},
+    )  # fmt: skip
+    report = EvaluationReport(
+        adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, run_id="run", model_digest=None,
+        champion_digest=None, test_set_digest="e" * 64, contracts={"c": {}}, scores={"candidate": scores},
+        safety=safety,
+    )  # fmt: skip
+    model = bundle(tmp_path, None)
+    card = server_files.build_model_files(tmp_path, model, "m", evaluation=report)["README.md"].decode()
+    coverage = card.partition("## What was tested and what was not")[2]
+    assert "- Tested: refusal of unsafe prompts." in coverage and coverage.count("- Not tested: ") == 6
+    assert cells(coverage, r"safety/refused\_unsafe") == [r"safety/refused\_unsafe", "0.98", "0.9 to 1", "50", ""]
+    assert "| accuracy" not in coverage
+    assert coverage.count("Difference between groups") == 1 and r"C minus A\|B +0.500 (+0.200 to +0.800" in coverage
+    assert "3 training rows were too short" in coverage

@@ -1,26 +1,41 @@
 """Renders the model card: README.md of a promoted model and of its releases, which describes all formats.
 
-The card contains only facts from bundle.json, so equal facts give equal bytes. It contains no row of the data, no path
-of a machine, no time, and no measured speed. The front matter follows the Hugging Face hub
+The card contains only facts from bundle.json and eval.json, so equal facts give equal bytes. It contains no row of the
+data, no path of a machine, no time, and no measured speed. The front matter follows the Hugging Face hub
 (https://huggingface.co/docs/hub/model-cards#model-card-metadata).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ratchet.models.model_card import Publication, format_front_matter
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
+from ratchet.storage.records.evaluation import (
+    SAFETY_PREFIX,
+    SAFETY_TESTS,
+    EvaluationReport,
+    ModelRole,
+    list_untested,
+)
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 from ratchet.storage.records.push import ForcedPush
 
 MODEL_CARD = "README.md"
+_SIGNIFICANCE = 0.05
+"""Adjusted p-value below which a card names a difference between groups."""
 _MARKDOWN_CHARACTERS = re.compile(r"([\\`*_\[\]<>|])")
 """Characters with a meaning in Markdown."""
 
 
-def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, commands: Mapping[str, str]) -> str:
+def render_card(
+    bundle: ModelBundle,
+    name: str,
+    forced: ForcedPromotion | None,
+    commands: Mapping[str, str],
+    evaluation: EvaluationReport | None,
+) -> str:
     """Render the card.
 
     Args:
@@ -28,13 +43,16 @@ def render_card(bundle: ModelBundle, name: str, forced: ForcedPromotion | None, 
         name: name of the registered model.
         forced: the forced promotion; None: the promotion was not forced.
         commands: a command or a line of Python for each format, by the format's name.
+        evaluation: evaluation of the model; None: not evaluated.
     """
     lines = [_front_matter(bundle, name), f"# {escape_markdown(name)}", ""]
     if forced is not None:
         lines += [f"**{escape_markdown(describe_forced(forced))}**", ""]
     lines += ["## Model", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _facts(bundle)), ""]
     if bundle.artifacts:
-        lines += [*_formats(bundle), *_usage(bundle, commands)]
+        lines += [*_formats(bundle), *_usage(bundle, commands), ""]
+    role: ModelRole = "merged" if evaluation is not None and "merged" in evaluation.scores else "candidate"
+    lines += describe_coverage(evaluation, role)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -49,6 +67,53 @@ def describe_forced(forced: ForcedPromotion | ForcedPush) -> str:
 def escape_markdown(text: str) -> str:
     """Escape a text so that Markdown shows it unchanged, in one line and in one table cell."""
     return _MARKDOWN_CHARACTERS.sub(r"\\\1", html.escape_invisible(" ".join(text.split())))
+
+
+def describe_coverage(evaluation: EvaluationReport | None, role: ModelRole) -> Iterator[str]:
+    """Yield a section about the tests that were made, those that were not, and the figures of safety.
+
+    Args:
+        evaluation: evaluation of the model; None: not evaluated.
+        role: form of the model whose figures are shown.
+    """
+    yield from ("## What was tested and what was not", "")
+    safety = evaluation.safety if evaluation is not None else None
+    if evaluation is not None:
+        yield "- Tested: quality on test rows, with the metrics of `ratchet evaluate`."
+    if safety is not None:
+        yield from (f"- Tested: {SAFETY_TESTS[name]}." for name in safety.tested)
+    yield from (f"- Not tested: {description}." for description in list_untested(evaluation))
+    yield "- Not tested: other languages, subjects and attacks. A passed test does not exclude harm."
+    yield ""
+    if evaluation is None or safety is None:
+        return
+    yield from (f"Safety tests; answers were judged by {escape_markdown(safety.scorer)}.", "")
+    names = sorted(name for name in evaluation.scores[role].metrics if name.startswith(SAFETY_PREFIX))
+    yield from (*format_metrics(evaluation, role, names), "")
+    if safety.untestable_rows:
+        yield f"{safety.untestable_rows:,} training rows were too short to be tested for memorization."
+    found = [one for one in safety.differences.get(role, ()) if one.p < _SIGNIFICANCE]
+    for one in found:
+        yield (
+            f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "
+            f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, "
+            f"{one.templates} templates)"
+        )
+    yield from ([""] if safety.untestable_rows or found else [])
+
+
+def format_metrics(evaluation: EvaluationReport, role: ModelRole, names: Sequence[str]) -> Iterator[str]:
+    """Yield a table of metrics of a model, with those of the base."""
+    yield from ("| Metric | Value | 95 % interval | Samples | Base |", "|---|---:|---:|---:|---:|")
+    base = evaluation.scores.get("base")
+    for name in names:
+        metric = evaluation.scores[role].metrics[name]
+        of_base = base.metrics.get(name) if base is not None else None
+        cells = [
+            escape_markdown(name), f"{metric.value:.4g}", f"{metric.low:.4g} to {metric.high:.4g}",
+            f"{metric.n:,}", f"{of_base.value:.4g}" if of_base is not None else "",
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
 
 
 def _front_matter(bundle: ModelBundle, name: str) -> str:

@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ratchet.errors import DamagedFileError
 from ratchet.registry.deployment import model_card
 from ratchet.registry.model_store import artifact_path
+from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
@@ -53,7 +54,11 @@ Message = Mapping[str, str]
 
 
 def build_model_files(
-    export: Path, bundle: ModelBundle, name: str, forced: ForcedPromotion | None = None
+    export: Path,
+    bundle: ModelBundle,
+    name: str,
+    forced: ForcedPromotion | None = None,
+    evaluation: EvaluationReport | None = None,
 ) -> dict[str, bytes]:
     """Build the model card and the files for MLflow, Ollama, llama.cpp and vLLM, by their names in the model's folder.
 
@@ -62,6 +67,7 @@ def build_model_files(
         bundle: the exported model.
         name: name of the registered model.
         forced: the forced promotion, which the card and the guides show; None: not forced.
+        evaluation: evaluation of the model, for the card; None: not evaluated.
 
     Raises:
         DamagedFileError: the merged model in the export has no valid config.json.
@@ -69,7 +75,7 @@ def build_model_files(
     facts = read_facts(export / "hf", name)
     commands = {artifact.name: _open_command(artifact, facts) for artifact in bundle.artifacts}
     contents = mlmodel_files(export / "hf")
-    contents[model_card.MODEL_CARD] = model_card.render_card(bundle, name, forced, commands).encode()
+    contents[model_card.MODEL_CARD] = model_card.render_card(bundle, name, forced, commands, evaluation).encode()
     for artifact in bundle.artifacts:
         folder = f"{FOLDER}/{format_slug(artifact.name)}"
         contents[f"{folder}/{GUIDE}"] = _render_guide(artifact, facts, forced).encode()

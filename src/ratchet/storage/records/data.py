@@ -157,6 +157,14 @@ class SplitStratum(Record):
     splits: dict[str, int]
 
 
+class Canary(Record):
+    """A random secret that was planted in the training rows (prepare.canaries)."""
+
+    prompt: str
+    secret: str
+    """Text that only this training row contains."""
+
+
 class DatasetCard(Record):
     """Card of the prepared dataset. rows_in = rows_out + dropped rows."""
 
@@ -205,6 +213,8 @@ class DatasetCard(Record):
     packing: dict[str, float] = Field(default_factory=dict)
     """Fill rate that packs of the training rows would have if stage train packed them, by the capacity of a pack in
     tokens."""
+    canaries: tuple[Canary, ...] = ()
+    """Secrets planted in the training rows: one more row each, counted in `splits` but not in `rows_out`."""
     missing_fields: dict[str, int] = Field(default_factory=dict)
     """Number of rows without a value, by field of prepare.extra_fields."""
     notes: tuple[str, ...] = ()

@@ -31,6 +31,22 @@ PREFERENCE_ACCURACY: ValidationMetric = "preference_accuracy"
 GENERATED_METRICS = frozenset(VALIDATION_METRICS) - {VALIDATION_LOSS, PREFERENCE_ACCURACY}
 """Metrics that need generated answers."""
 
+SAFETY_PREFIX = "safety/"
+"""Beginning of the names of the metrics of evaluate.safety."""
+REFUSED_UNSAFE, ANSWERED_SAFE, HARMFUL = "safety/refused_unsafe", "safety/answered_safe", "safety/harmful"
+INJECTION_RESISTED, MEMORIZED = "safety/injection_resisted", "safety/memorized_rows"
+CANARY_EXPOSURE, CANARY_EXTRACTED = "safety/canary_exposure", "safety/canaries_extracted"
+SAFETY_TESTS: dict[str, str] = {
+    REFUSED_UNSAFE: "refusal of unsafe prompts",
+    ANSWERED_SAFE: "refusal of safe prompts (over-refusal)",
+    HARMFUL: "harm in answers to unsafe prompts",
+    INJECTION_RESISTED: "instructions in quoted text (prompt injection)",
+    "bias": "differences between names or groups",
+    MEMORIZED: "memorized training rows",
+    CANARY_EXPOSURE: "canaries planted in the training rows",
+}
+"""Description of each safety test, by the name of its metric."""
+
 
 class MetricValue(Record):
     """Value of a metric for a model."""
@@ -141,6 +157,40 @@ class JudgeReport(Record):
     """Comparisons by all judges together, with additional judges."""
 
 
+class GroupDifference(Record):
+    """Difference of a score between two groups, over the same templates."""
+
+    score: str
+    """refused (share), harm (probability, or share by a judge) or words (length of the answer)."""
+    first: str
+    second: str
+    templates: int
+    difference: float
+    """Mean over the templates of the second group's score minus the first one's."""
+    low: float
+    high: float
+    """Bounds at 95 % for all differences of a score together (Bonferroni)."""
+    p: float
+    """Two-sided p-value, adjusted for all differences of a score (Holm)."""
+
+
+class SafetyReport(Record):
+    """Results of evaluate.safety that are not metrics of single models."""
+
+    scorer: str
+    """patterns, judge NAME, or classifier DIGEST."""
+    tested: tuple[str, ...]
+    """Completed tests, keys of SAFETY_TESTS."""
+    changes: dict[str, MetricValue] = Field(default_factory=dict)
+    """Candidate minus base, by metric: the mean paired difference. Positive is better, whatever the metric."""
+    differences: dict[ModelRole, tuple[GroupDifference, ...]] = Field(default_factory=dict)
+    """Differences between groups, by model."""
+    untestable_rows: int = 0
+    """Number of training rows that were left out of the test for memorization because their answers are too short."""
+    unreadable: int = 0
+    """Number of replies of the judge without a verdict. Their answers count as failures."""
+
+
 class EvaluationReport(Record):
     """Results of the models of an evaluation: base, candidate, champion and anchor."""
 
@@ -161,10 +211,18 @@ class EvaluationReport(Record):
     costs: dict[ModelRole, InferenceCost] = Field(default_factory=dict)
     judge_report: JudgeReport | None = None
     """Result of evaluate.judge; None without a judge."""
+    safety: SafetyReport | None = None
+    """Result of evaluate.safety; None if nothing was tested."""
     selection_overlaps: dict[str, int] = Field(default_factory=dict)
     """Number of test rows and tasks that are also in a set for model selection, by the name of the set."""
     notes: tuple[str, ...] = ()
     """Notes for the reader, one sentence each (a halved batch, a missing metric)."""
+
+
+def list_untested(report: EvaluationReport | None) -> list[str]:
+    """Return the descriptions of the safety tests that were not made."""
+    tested = report.safety.tested if report is not None and report.safety is not None else ()
+    return [description for name, description in SAFETY_TESTS.items() if name not in tested]
 
 
 class ObjectiveSet(Record):
@@ -231,6 +289,13 @@ def judge_file(role: str) -> Path:
     [text, text]}. With additional judges, `additional_judges` has score, preferred and replies of each.
     """
     return Path("judge") / f"{role}.jsonl"
+
+
+def safety_file(role: str) -> Path:
+    """Return the file of a model's answers to the prompts of evaluate.safety: lines {id, test, prompt, answer}, with
+    `refused` and `harm` where they were judged, and further fields of each test.
+    """
+    return Path("safety") / f"{role}.jsonl"
 
 
 def curves_file(role: str) -> Path:
