@@ -164,7 +164,7 @@ def profile_training(project: Project, steps: int) -> str:
         spec = build_run_spec(layout, settings)
         files.verify_sealed(layout.data, "data")
         # A training that is too short is refused before its worker loads the model for minutes.
-        lengths = token_files.read_lengths(layout.data, "train", settings.train.rows_per_example)
+        lengths = token_files.read_lengths(layout.data, "train", settings.train.objective)
         require_steps(BatchPlan(lengths, settings.train).steps)
         if settings.machine.replica is not None:
             print_message("a profile is not copied to machine.replica")
