@@ -306,6 +306,13 @@ class Prepare(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Prepare":
+        columns = [self.columns, *(source.columns for source in self.sources)]
+        named = next((one.label for one in columns if one is not None and one.label), None)
+        if named is not None and self.task != "preferences":
+            raise ValueError(
+                f"columns.label: found {named} with task {self.task}, which reads no label of answers; set task: "
+                "preferences, or remove it"
+            )
         if self.task == "preferences" and self.too_long in ("truncate_prompt", "truncate_both"):
             raise ValueError(
                 f"too_long: found {self.too_long} with task preferences; both answers of a pair need the same prompt; "

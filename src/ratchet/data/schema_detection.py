@@ -227,8 +227,9 @@ class SampledRecords:
         """Return the column that says whether answers are desirable: that of the settings, or `label` if it has truth
         values; "" if there is none."""
         column = self.find("label", LABEL_COLUMN)
-        values = {str(fields[column]).strip().casefold() for fields in self.records if fields.get(column) is not None}
-        return column if self.columns.label is not None or {""} < {"", *values} <= {"", "true", "false"} else ""
+        values = [str(fields[column]).strip().casefold() for fields in self.records if fields.get(column) is not None]
+        is_truth = sum(value in ("true", "false") for value in values) > len(values) / 2
+        return column if self.columns.label is not None or is_truth else ""
 
     def describe_optional(self, **columns: str) -> str:
         """Return text that names the existing columns among optional columns, each with its role."""
@@ -394,7 +395,7 @@ def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
 
     def messages(fields: Fields) -> list[Message]:
         question, answer = column_value(fields, prompt), column_value(fields, response)
-        if isinstance(question, list) or isinstance(answer, list):  # lists of messages, as TRL has them
+        if any(isinstance(value, list) and isinstance((value or [None])[0], Mapping) for value in (question, answer)):
             return [*_parse_turns(question, prompt, "user"), *_parse_turns(answer, response, "assistant")]
         return _single_turn(column_text(fields, prompt), column_text(fields, response))
 
