@@ -283,6 +283,11 @@ class Train(Section):
         return 1 if self.objective in ("sft", "kto") else 2
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the objective compares the model with a copy of its weights from before the first step."""
+        return self.objective in ("dpo", "ipo", "kto")
+
+    @property
     def grouping_obstacle(self) -> str | None:
         """Why a run with these settings cannot share its base with other runs of a process; None if it can."""
         if self.objective != "sft":

@@ -194,7 +194,7 @@ class Preference:
         """
         if settings.objective == "sft":
             return None
-        reference = None if settings.objective == "orpo" else ReferenceModel(model)
+        reference = ReferenceModel(model) if settings.has_reference else None
         weights = None if rows.is_desirable is None else weigh_labels(rows.is_desirable)
         return cls(settings.objective, settings.beta, reference, weights)
 

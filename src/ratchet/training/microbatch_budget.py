@@ -144,6 +144,7 @@ def _assume_work(settings: Settings, device: torch.device) -> MemoryWorkload:
         validation_tokens=validation_length,
         validation_learned_tokens=max(1, round(DEFAULT_TRAINED_SHARE * validation_length)),
         new_tokens=len(settings.base.added_tokens),
+        rows_per_example=1 if settings.train.batching == "packed" else settings.train.rows_per_example,
     )
 
 

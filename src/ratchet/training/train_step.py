@@ -577,6 +577,7 @@ class StepExecutor:
         settings, machine = self.context.settings, self.context.machine
         is_packed = settings.batching == "packed"
         longest = settings.pack_tokens if is_packed else int(self.context.train_rows.lengths.max())
-        largest = machine.micro_batch_size * longest
+        rows = machine.micro_batch_size * (1 if is_packed else settings.rows_per_example)
+        largest = rows * longest
         limit = machine.micro_batch_tokens
         return largest if limit is None else min(largest, max(longest, limit))
