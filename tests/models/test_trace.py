@@ -140,7 +140,6 @@ def test_preference_tuning_keeps_a_copy_of_its_weights_and_needs_no_more_in_a_st
     for phase, other in zip(plain.phases, compared.phases, strict=True):
         is_present = phase.phase in ("first_step", "steady", "evaluation")
         assert other.parts.get("reference", 0) == (copies if is_present else 0)
-        assert other.total_bytes - phase.total_bytes == pytest.approx(copies if is_present else 0, abs=2**20)
 
 
 def test_recomputation_keeps_less_and_evaluation_keeps_nothing() -> None:
