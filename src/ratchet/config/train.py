@@ -202,7 +202,7 @@ class Train(Section):
     initialization: Literal["zero", "gaussian", "orthogonal", "eva", "loftq", "pissa"] = "zero"
     """zero, gaussian: B = 0, A uniform or normal. Others: docs/models.md. Only loftq starts as another model."""
     init_adapter: Name | None = None
-    """Start from trained weights: a RunId, adapter, checkpoint, or hub id (org/name@commit). null: new weights."""
+    """Start from trained weights: a RunId, adapter, checkpoint, hub id (org/name@commit) or `champion`. null: new."""
     adalora: AdaLoraSettings = AdaLoraSettings()
     """AdaLoRA's rank schedule. Used only if adapter is adalora."""
     adapter_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
