@@ -74,7 +74,9 @@ class PinnedStartAdapters(Record):
     commits: dict[str, str] = Field(default_factory=dict)
     """Commit by the value of train.init_adapter, such as `org/name@main`."""
     champions: dict[str, StartChampion] = Field(default_factory=dict)
-    """Champion by the RunId of the run that began with it, in the order in which stage train ran last."""
+    """Champion by the RunId of the run that began with it."""
+    latest_run: str | None = None
+    """Run among them for which stage train ran last."""
 
     @classmethod
     def load_if_present(cls, layout: ProjectLayout) -> "PinnedStartAdapters":
@@ -243,12 +245,10 @@ def locate_champion(layout: ProjectLayout, champion: StartChampion) -> StartAdap
 def find_champion(layout: ProjectLayout) -> StartChampion:
     """Return the champion that the output of stage train began with; without one, that of the run that stage train
     trained last, or the current champion. Raises DataError if there is none."""
-    champions = PinnedStartAdapters.load_if_present(layout).champions
-    if layout.train_report.exists():
-        trained = TrainReport.load(layout.train_report).run_id
-        if trained in champions:
-            return champions[trained]
-    return next(reversed(champions.values())) if champions else read_champion_start(layout)
+    pinned = PinnedStartAdapters.load_if_present(layout)
+    trained = TrainReport.load(layout.train_report).run_id if layout.train_report.exists() else None
+    known = (pinned.champions.get(str(run_id)) for run_id in (trained, pinned.latest_run))
+    return next(filter(None, known), None) or read_champion_start(layout)
 
 
 def resolve(layout: ProjectLayout, train: Train, base_digest: str) -> Train:

@@ -56,7 +56,7 @@ def pin_champion(layout: ProjectLayout, settings: Settings, records: bool = True
     pinned = PinnedStartAdapters.load_if_present(layout)
     unfinished = (
         champion
-        for run_id, champion in reversed(pinned.champions.items())
+        for run_id, champion in pinned.champions.items()
         if (run := RunPaths(layout.runs / run_id)).root.is_dir()
         and not run.is_finished()
         and compute_run_id(champion) == run_id
@@ -69,8 +69,8 @@ def pin_champion(layout: ProjectLayout, settings: Settings, records: bool = True
     settings = _start_from(settings, str(start_adapter.locate_champion(layout, champion).path))
     start_adapter.resolve(layout, settings.train, plain.base_digest)  # refuses weights that do not fit
     if records:
-        others = {key: value for key, value in pinned.champions.items() if key != run_id}
-        pinned.model_copy(update={"champions": others | {run_id: champion}}).save(layout.start_adapters)
+        changes = {"champions": pinned.champions | {run_id: champion}, "latest_run": run_id}
+        pinned.model_copy(update=changes).save(layout.start_adapters)
         print_message(f"run {run_id} {text.format(champion.version, run_id)}")
     return settings
 
