@@ -68,7 +68,7 @@ class PairPeer(Peer):
 
     def _pairs(self) -> Dataset:
         """Return prompt, chosen and rejected tokens of each pair."""
-        rows = token_files.load_rows(self.layout.data, "train", 2)
+        rows = token_files.load_rows(self.layout.data, "train", "dpo")
         columns: dict[str, list[list[int]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
         for pair in range(len(rows) // 2):
             for name, row in zip(("chosen_ids", "rejected_ids"), list_rows([pair], 2), strict=True):

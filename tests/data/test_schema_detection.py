@@ -23,10 +23,11 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def convert(
-    *records: dict[str, Any], shape: RecordSchema = "auto", **columns: str
+    *records: dict[str, Any], shape: RecordSchema = "auto", reads_labels: bool = False, **columns: str
 ) -> tuple[str, list[SourceRow | MalformedRecord]]:
     """Return the description of the detected schema of a source, and its rows."""
-    reading = schema_detection.detect_schema(records, shape, ColumnSettings(**columns), "data/raw/a.jsonl")
+    named = ColumnSettings(**columns)
+    reading = schema_detection.detect_schema(records, shape, named, "data/raw/a.jsonl", reads_labels=reads_labels)
     found = [
         row for number, fields in enumerate(records, start=1) for row in reading.rows(f"a.jsonl:{number}", fields, 3)
     ]
@@ -528,6 +529,41 @@ def test_pairs_that_are_none(changes: dict[str, Any], says: str) -> None:
     fault = convert(good, good, good | changes)[1][-1]
     assert isinstance(fault, MalformedRecord)
     assert says in fault.detail
+
+
+LABELLED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "texts (TRL)": ({"prompt": "Hi", "completion": "Hello", "label": False}, {}),
+    "messages (TRL)": ({"prompt": ASKED, "completion": [BETTER], "label": False}, {}),
+    "conversations": ({"messages": [*ASKED, BETTER], "label": False}, {}),
+    "a table": ({"question": "Hi", "answer": "Hello", "label": "FALSE"}, {}),
+    "named": (
+        {"ask": "Hi", "say": "Hello", "good": 0, "label": "greeting"},
+        {"prompt": "ask", "response": "say", "label": "good"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_answers_with_a_label(name: str) -> None:
+    record, columns = LABELLED[name]
+    description, [row] = convert(record, reads_labels=True, **columns)
+    assert isinstance(row, SourceRow)
+    assert (row.conversation.messages, row.conversation.is_desirable) == ([*ASKED, BETTER], False)
+    assert Conversation.from_json(row.conversation.to_json()) == row.conversation
+    assert f"label in `{columns.get('label', 'label')}`" in description
+    assert conversation(record, **columns).is_desirable is None  # read for preferences only
+
+
+def test_labels_that_are_none() -> None:
+    good = LABELLED["texts (TRL)"][0]
+    for value, found in ((None, "null"), ("maybe", "'maybe'"), (2, "2"), ([1], "a list")):
+        fault = convert(good, good, good | {"label": value}, reads_labels=True)[1][-1]
+        assert isinstance(fault, MalformedRecord)
+        assert f"'label' holds {found}, expected true or false" in fault.detail
+    for other in ({"prompt": "Hi", "completion": "Hello", "label": "greeting"}, {"text": "Hi", "label": "true"}):
+        [row] = convert(other, reads_labels=True)[1]  # a category, and a class that is the answer itself
+        assert isinstance(row, SourceRow)
+        assert row.conversation.is_desirable is None
 
 
 @pytest.mark.parametrize(

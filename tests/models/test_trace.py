@@ -1,16 +1,23 @@
 """Tests traces of a step without data against the same step with data."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 import families
+from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
-from ratchet.models.memory import meta_model, trace
+from ratchet.models.memory import forecast, meta_model, trace
+from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.memory.trace import AllocationTrace, BatchShape, iterate_own_tensors
 from ratchet.models.model_spec import ModelSpec
+from ratchet.models.preference_loss import Preference, PreferenceLoss
+from small_loop import random_rows
 
 ROWS, TOKENS, LEARNED = 2, 64, 10
 STEP = BatchShape(ROWS, TOKENS, ROWS * LEARNED, packed=False, device="cpu")
@@ -107,6 +114,32 @@ def highest_with_data(model: Model, checkpointing: bool) -> int:
 def test_what_lives_at_most_in_a_step_is_what_lives_in_one_with_data(family: str, checkpointing: bool) -> None:
     found = highest(trace.trace_micro_batch(on_meta(family), STEP, False, checkpointing))
     assert found == pytest.approx(highest_with_data(with_data(family), checkpointing), rel=0.02)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_preference_tuning_keeps_a_copy_of_its_weights_and_needs_no_more_in_a_step(objective: str) -> None:
+    model, settings = with_data("gpt2"), settings_for("gpt2", objective=objective)
+    labels = np.array([True, False]) if objective == "kto" else None
+    preference = Preference.from_settings(settings, model, replace(random_rows(ROWS, seed=0), is_desirable=labels))
+    assert preference is not None
+    batch = SequenceBatch(*inputs(packed=False), None if labels is None else torch.from_numpy(labels))
+    ledger = AllocationTrace(model, STEP, records_graph=True)
+    with ledger:
+        PreferenceLoss(model, batch, 1.0, preference).backward()
+    found = highest(trace.trace_micro_batch(on_meta("gpt2"), STEP, False, False))
+    assert found == pytest.approx(highest(ledger), rel=0.02)
+
+    plan, work = (
+        model_spec.from_config(families.FAMILIES["gpt2"]()),
+        MemoryWorkload(ROWS, TOKENS, LEARNED, False, "cpu"),
+    )
+    plain, compared = (
+        forecast.forecast(plan, one, Machine(), work) for one in (settings_for("gpt2", beta=1.0), settings)
+    )
+    copies = sum(-(-tensor.nbytes // 64) * 64 for _, tensor in adapters.trainable_parameters(model))
+    for phase, other in zip(plain.phases, compared.phases, strict=True):
+        is_present = phase.phase in ("first_step", "steady", "evaluation")
+        assert other.parts.get("reference", 0) == (copies if is_present else 0)
 
 
 def test_recomputation_keeps_less_and_evaluation_keeps_nothing() -> None:

@@ -560,10 +560,14 @@ def test_pairs_of_answers_are_two_conversations_with_one_prompt(
     assert any("prefer length" in note for note in card.notes)
     assert "Chosen is longer" in layout.dataset_page.read_text(encoding="utf-8")
     dataset = token_files.open_split(layout.data, "train")
-    rows_of_pairs = token_files.load_rows(layout.data, "train", 2)
+    rows_of_pairs = token_files.load_rows(layout.data, "train", "dpo")
     assert len(rows_of_pairs) == 2 * len(dataset)
-    assert token_files.read_lengths(layout.data, "train", 2).tolist() == rows_of_pairs.lengths.tolist()
+    assert token_files.read_lengths(layout.data, "train", "dpo").tolist() == rows_of_pairs.lengths.tolist()
     assert token_files.load_rows(layout.data, "train").lengths.tolist() == rows_of_pairs.lengths[::2].tolist()
+    labelled = token_files.load_rows(layout.data, "train", "kto")  # a pair is two answers
+    assert labelled.input_ids.tolist() == rows_of_pairs.input_ids.tolist()
+    assert labelled.is_desirable is not None
+    assert labelled.is_desirable.tolist() == [True, False] * len(dataset)
     tokenizer = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card)))
     for number, text in enumerate(dataset["conversation"]):
         conversation = Conversation.from_json(text)
@@ -576,6 +580,35 @@ def test_pairs_of_answers_are_two_conversations_with_one_prompt(
     assert evaluation_rows.read(layout, chosen).rejected is not None
 
 
+def test_labelled_answers_are_learned_by_kto_and_only_desirable_ones_by_others(
+    project_of: Callable[..., tuple[ProjectLayout, Settings]],
+) -> None:
+    rows = [{**row, "label": n % 3 == 0} for n, row in enumerate(rows_of(60))]
+    files_of_rows = {"rows.jsonl": rows, "pairs.jsonl": pairs_of(61)[60:]}
+    sources = ("data/raw/rows.jsonl", "data/raw/pairs.jsonl")
+    layout, chosen = project_of(
+        files_of_rows, task="preferences", max_tokens=400, limits={"malformed": 0.1}, sources=sources
+    )
+    prepare(Project.from_parts(layout, chosen))
+    card = DatasetCard.load(layout.dataset_card)
+    assert card.pairs is None
+    assert "it has a rejected answer, but the first row has a label" in card.dropped["malformed"].examples[0]
+    labelled, desirable = (token_files.load_rows(layout.data, "train", objective) for objective in ("kto", "sft"))
+    assert labelled.is_desirable is not None
+    assert card.desirable_rows == labelled.is_desirable.sum() == len(desirable)
+    assert len(desirable) < len(labelled) == card.splits["train"]
+    of_kind = [labelled.list_ids(row) for row in labelled.is_desirable.nonzero()[0]]
+    assert of_kind == [desirable.list_ids(row) for row in range(len(desirable))]
+    assert token_files.read_lengths(layout.data, "train", "kto").tolist() == labelled.lengths.tolist()
+    assert token_files.read_lengths(layout.data, "train").tolist() == desirable.lengths.tolist()
+    assert [row.is_desirable for row in evaluation_rows.read(layout, chosen).conversations] == [True] * len(
+        (layout.data / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    with pytest.raises(DataError, match=r"train\.objective: dpo compares .* one answer with a label; set .*: kto"):
+        token_files.load_rows(layout.data, "train", "dpo")
+    assert f"{card.desirable_rows:,}" in layout.dataset_page.read_text(encoding="utf-8")
+
+
 def test_pairs_can_be_read_as_text(
     project_of: Callable[..., tuple[ProjectLayout, Settings]],
 ) -> None:
@@ -586,7 +619,7 @@ def test_pairs_can_be_read_as_text(
     assert card.rows_out == 60
     assert evaluation_rows.read(layout, chosen).rejected is None
     with pytest.raises(DataError, match=r"compares a chosen and a rejected answer.*prepare\.task: preferences"):
-        token_files.load_rows(layout.data, "train", 2)
+        token_files.load_rows(layout.data, "train", "dpo")
 
 
 def test_data_without_pairs_are_refused(refused: Callable[..., str]) -> None:

@@ -19,9 +19,10 @@ from ratchet.config.train import Train
 from ratchet.errors import DataError, HubError, SettingsError
 from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.start_adapter import StartAdapter
-from ratchet.runs.directory import RunPaths
+from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.storage.layout import ProjectLayout
-from ratchet.training.run_spec import build_run_spec
+from ratchet.storage.records.gate import Champion, ChampionFile
+from ratchet.training.run_spec import build_run_spec, pin_champion
 
 SOURCE = Train.model_validate(tiny_project.TRAIN.model_dump() | {"quantization": "none", "epochs": 0.5})
 
@@ -195,6 +196,60 @@ def test_an_adapter_that_the_hub_does_not_have_is_refused(layout: ProjectLayout,
     with pytest.raises(DataError, match=r"found neither trainable\.safetensors nor adapter_model\.safetensors"):
         run_id(layout, started("ada/pickles"))
     assert not layout.start_adapters.exists()
+
+
+def promote(layout: ProjectLayout, adapter: Path, version: int) -> str:
+    """Make an adapter the champion, as `ratchet promote` leaves it; return the RunId of a run that starts from it."""
+    digest = f"{version}" * 64
+    folder = layout.promoted_model(digest) / "adapter"
+    shutil.copytree(adapter, folder)
+    weights = {name: tensor + version for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(weights, folder / "adapter_model.safetensors")
+    champion = Champion(version=version, model_digest=digest, adapter_digest=digest, run_id="0" * 12)
+    ChampionFile(champion=champion).save(layout.champion)
+    return run_id(layout, started(str(folder)))
+
+
+def test_a_run_keeps_the_champion_that_it_began_with(
+    layout: ProjectLayout, source: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pin(**changes: Any) -> str:
+        chosen = tiny_project.SETTINGS.model_copy(update={"train": started("champion", **changes)})
+        return build_run_spec(project, pin_champion(project, chosen)).run_id
+
+    project = ProjectLayout(tmp_path / "project")
+    shutil.copytree(layout.root, project.root)
+    with pytest.raises(DataError, match=r"found champion, but .*champion\.json names none; run `ratchet promote`"):
+        pin()
+    adapter = source.result / "adapter"
+    first = promote(project, adapter, 1)
+    with pytest.raises(SettingsError, match=r"train.rank: found 8, but the weights in .* have 4; set train.rank: 4"):
+        pin(rank=8)
+    assert pin() == first
+    assert "starts from the champion, version 1" in capsys.readouterr().err
+    run = RunDirectory.open(project.runs, build_run_spec(project, tiny_project.SETTINGS.model_copy(
+        update={"train": started("champion")})))  # fmt: skip
+    run.close()
+    assert run.paths.root.name == first
+
+    second = promote(project, adapter, 2)
+    assert second != first
+    assert run_id(project, started("champion")) == first  # other commands mean the run that began
+    assert pin() == first
+    assert "resumes from the champion that it began with, version 1" in capsys.readouterr().err
+    shutil.copytree(source.result, run.paths.result)  # the run is complete
+    assert run_id(project, started("champion")) == first
+    assert pin() == run_id(project, started("champion")) == second  # stage train runs again
+    shutil.copytree(source.result, project.train)
+    report = json.loads(project.train_report.read_bytes())
+    for restored in (first, second):  # DVC restores the output of a run of before
+        project.train_report.write_text(json.dumps(report | {"run_id": restored}), encoding="utf-8")
+        assert run_id(project, started("champion")) == restored
+    shutil.rmtree(project.promoted_model("2" * 64))
+    assert run_id(project, started("champion")) == second  # a finished run is identified without the weights
+    with pytest.raises(DataError, match="the champion, version 2, is not on this machine; copy"):
+        pin()
+    assert json.loads(project.start_adapters.read_bytes())["champions"].keys() == {first, second}
 
 
 def test_settings_without_trained_weights_are_refused() -> None:

@@ -56,7 +56,9 @@ def format_init(result: "InitResult") -> str:
     kinds = {
         "labels": "the responses look like labels, so accuracy per class is measured",
         "text": "the responses look like free text",
-        "preferences": "pairs of answers, so the model learns to prefer the chosen ones by train.objective dpo",
+        "preferences": "pairs of answers, so the model learns to prefer the chosen ones by train.objective dpo"
+        if result.objective == "dpo"
+        else "answers labelled true or false, so the model learns to prefer the former by train.objective kto",
     }
     count = result.unusable_rows
     unusable = f" ({count} of them malformed, or without prompt or response)" if count else ""

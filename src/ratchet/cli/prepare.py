@@ -47,6 +47,9 @@ def format_dataset(card: "DatasetCard") -> str:
     if pairs := card.pairs:
         lengths = f"{pairs.chosen_tokens:,.1f} tokens in the mean, rejected {pairs.rejected_tokens:,.1f}"
         lines.append(f"  the chosen answer is longer in {pairs.longer_chosen:.0%} of the pairs ({lengths})")
+    answers = card.splits["train"] + card.repeated
+    labelled = f"  {card.desirable_rows or 0:,} of {answers:,} training answers are labelled true"
+    lines += [] if card.desirable_rows is None else [labelled]
     for name, leak in card.leaks.items():
         example = f" ({leak.examples[0]})" if leak.examples else ""
         lines.append(f"  {name}: {leak.rows:,} rows overlap with it{example}")

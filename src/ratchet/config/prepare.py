@@ -32,6 +32,8 @@ class ColumnSettings(Section):
     """Column with the assistant's answer; of two answers, the chosen one."""
     rejected: Name | None = None
     """Column with the rejected answer, for prepare.task: preferences."""
+    label: Name | None = None
+    """Column that says whether the answer is desirable (true or false), for prepare.task: preferences."""
     system: Name | None = None
     """Column with a system message, if any."""
     messages: Name | None = None
@@ -48,6 +50,8 @@ class ColumnSettings(Section):
         if (self.prompt is None) != (self.response is None):
             missing, present = ("response", "prompt") if self.response is None else ("prompt", "response")
             raise ValueError(f"{missing}: missing; set it, or remove {present}")
+        if self.label is not None and self.rejected is not None:
+            raise ValueError("label: a pair of answers has no label; remove rejected, or label")
         return self
 
 
@@ -257,7 +261,8 @@ class Prepare(Section):
     columns: ColumnSettings = ColumnSettings()
     """Names of the source columns. null: found by their usual names, and reported."""
     task: Literal["labels", "text", "preferences"] = "text"
-    """`labels`: answers from a small set (accuracy per class). `text`: free text. `preferences`: pairs of answers."""
+    """`labels`: answers from a small set (accuracy per class). `text`: free text. `preferences`: pairs of answers, or
+    answers that are labelled true or false."""
     turns: Literal["all", "last", "flagged"] = "all"
     """Answers to train on: all or the last, unless flagged `train: false` or `weight: 0`; or only flagged ones.
     Of `preferences`, always the last."""
@@ -304,6 +309,13 @@ class Prepare(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Prepare":
+        columns = [self.columns, *(source.columns for source in self.sources)]
+        named = next((one.label for one in columns if one is not None and one.label), None)
+        if named is not None and self.task != "preferences":
+            raise ValueError(
+                f"columns.label: found {named} with task {self.task}, which reads no label of answers; set task: "
+                "preferences, or remove it"
+            )
         if self.task == "preferences" and self.too_long in ("truncate_prompt", "truncate_both"):
             raise ValueError(
                 f"too_long: found {self.too_long} with task preferences; both answers of a pair need the same prompt; "

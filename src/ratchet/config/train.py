@@ -164,18 +164,21 @@ class DistillSettings(Section):
         return self
 
 
-Objective = Literal["sft", "dpo", "ipo", "orpo"]
-PREFERENCE_STATISTICS = ("reward_margin", "reward_accuracy", "chosen_log_probability", "rejected_log_probability", "kl")
-"""Statistics of preference tuning, each a mean over pairs (see preference_loss.py)."""
+Objective = Literal["sft", "dpo", "ipo", "orpo", "kto"]
+PREFERENCE_STATISTICS = (
+    "reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward", "chosen_log_probability",
+    "rejected_log_probability", "kl",
+)  # fmt: skip
+"""Statistics of preference tuning (see `PreferenceLoss.statistics`)."""
 
 
 class Train(Section):
     """Fine-tuning: quantization, adapter, optimizer and schedule."""
 
     objective: Objective = "sft"
-    """sft: learn the answers. dpo, ipo, orpo: prefer chosen to rejected answers (prepare.task: preferences)."""
+    """sft: learn the answers. dpo, ipo, orpo: prefer the chosen ones of pairs. kto: prefer those labelled true."""
     beta: Positive = 0.1
-    """dpo, ipo: how strongly the model is kept near the reference. orpo: weight of the odds ratio. Unused by sft."""
+    """dpo, ipo, kto: how strongly the model is kept near the reference. orpo: weight of the odds ratio."""
     quantization: Literal["nf4", "fp4", "none"] = "nf4"
     """Storage of the frozen base's linear layers: 4 bits (NF4 or FP4, Dettmers et al. 2023), or none (plain LoRA)."""
     double_quantization: bool = True
@@ -199,7 +202,7 @@ class Train(Section):
     initialization: Literal["zero", "gaussian", "orthogonal", "eva", "loftq", "pissa"] = "zero"
     """zero, gaussian: B = 0, A uniform or normal. Others: docs/models.md. Only loftq starts as another model."""
     init_adapter: Name | None = None
-    """Start from trained weights: a RunId, adapter, checkpoint, or hub id (org/name@commit). null: new weights."""
+    """Start from trained weights: a RunId, adapter, checkpoint, hub id (org/name@commit) or `champion`. null: new."""
     adalora: AdaLoraSettings = AdaLoraSettings()
     """AdaLoRA's rank schedule. Used only if adapter is adalora."""
     adapter_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -277,13 +280,18 @@ class Train(Section):
     @property
     def rows_per_example(self) -> int:
         """Number of answers that the objective compares; each is a row of tokens."""
-        return 1 if self.objective == "sft" else 2
+        return 1 if self.objective in ("sft", "kto") else 2
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the objective compares the model with a copy of its weights from before the first step."""
+        return self.objective in ("dpo", "ipo", "kto")
 
     @property
     def grouping_obstacle(self) -> str | None:
         """Why a run with these settings cannot share its base with other runs of a process; None if it can."""
         if self.objective != "sft":
-            return f"objective: {self.objective} compares two answers in a pass"
+            return f"objective: {self.objective} compares answers of a batch"
         if self.initialization == "pissa":
             return "initialization: pissa changes the weights of the base"
         if self.distill.teacher is not None:
@@ -364,6 +372,11 @@ def _find_objective_conflict(train: Train) -> str | None:
         return (
             f"early_stopping.metrics: found token_accuracy, which objective: {train.objective} does not compute; set "
             "[loss], or objective: sft"
+        )
+    if train.objective == "kto" and train.batch_size == 1:
+        return (
+            "batch_size: found 1; objective: kto compares each answer with those to other prompts of its batch; set at "
+            "least 2"
         )
     return None
 

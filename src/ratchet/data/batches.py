@@ -235,6 +235,8 @@ class TokenRows:
     input_ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     offsets: NDArray[np.int64]
+    is_desirable: NDArray[np.bool_] | None = None
+    """Whether the answer of each row is desirable; None for rows without this label."""
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "TokenRows":
@@ -278,6 +280,37 @@ class TokenRows:
                 stop = start + span.stop - span.start
                 input_ids[start:stop], labels[start:stop] = rows.input_ids[span], rows.labels[span]
         return TokenRows(input_ids, labels, offsets)
+
+    def select(self, rows: Iterable[int]) -> "TokenRows":
+        """Return some of the rows, without labels of their answers."""
+        return self._join([[slice(int(self.offsets[row]), int(self.offsets[row + 1]))] for row in rows])
+
+    def mismatch(self, rows: Sequence[int]) -> "TokenRows":
+        """Return the prompt of each of these rows with the answer of the row before it; the first gets the last one's.
+
+        A result is cut to the longest row of this split, which leaves at least one token of the answer.
+        """
+        longest, prompts, answers = int(self.lengths.max()), [], []
+        for row in rows:
+            start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
+            first = start + int(np.argmax(self.labels[start:stop] != IGNORE_INDEX))
+            prompts.append(slice(start, first))
+            answers.append(slice(first, stop))
+        spans = []
+        for prompt, answer in zip(prompts, answers[-1:] + answers[:-1], strict=True):
+            space = longest - (prompt.stop - prompt.start)
+            spans.append([prompt, slice(answer.start, min(answer.stop, answer.start + space))])
+        return self._join(spans)
+
+    def _join(self, rows: Sequence[Sequence[slice]]) -> "TokenRows":
+        """Return rows that consist of spans of these rows."""
+        spans = [span for row in rows for span in row]
+        lengths = [sum(span.stop - span.start for span in row) for row in rows]
+        return TokenRows(
+            _concatenate([self.input_ids[span] for span in spans], np.int32),
+            _concatenate([self.labels[span] for span in spans], np.int32),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:

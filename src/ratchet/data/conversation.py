@@ -26,6 +26,8 @@ class Conversation:
     """Number of messages after the last answer that were removed because nothing is trained on them."""
     rejected: Message | None = None
     """Answer that is worse than the last message, for preference tuning."""
+    is_desirable: bool | None = None
+    """Label of the last message, for preference tuning; None without a label."""
 
     @property
     def context(self) -> "Conversation":
@@ -72,13 +74,19 @@ class Conversation:
         """Return JSON for the Arrow file. Keys keep their order, because a template may render a tool call as JSON."""
         tools = {"tools": self.tools} if self.tools else {}
         rejected = {"rejected": self.rejected} if self.rejected else {}
-        return _JSON.encode({"messages": self.messages, **tools, **rejected})
+        label = {} if self.is_desirable is None else {"is_desirable": self.is_desirable}
+        return _JSON.encode({"messages": self.messages, **tools, **rejected, **label})
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
         """Read the output of `to_json`."""
         document = json.loads(text)
-        return cls(document["messages"], document.get("tools"), rejected=document.get("rejected"))
+        return cls(
+            document["messages"],
+            document.get("tools"),
+            rejected=document.get("rejected"),
+            is_desirable=document.get("is_desirable"),
+        )
 
 
 def extract_text(message: Message) -> str:

@@ -81,6 +81,9 @@ def build_card(
         near_duplicates=selection.near_duplicates,
         semantic_duplicates=selection.semantic_duplicates,
         pairs=_compare_lengths(ingestion, members["train"]) if ingestion.has_pairs else None,
+        desirable_rows=int(np.array(accepted.is_desirable)[written["train"]].sum())
+        if ingestion.preference == "label"
+        else None,
         leaks=selection.leaks,
         truncated={
             name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))

@@ -78,13 +78,14 @@ class RowIngestion:
         teacher_sources: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         self.settings, self.benchmarks, self.folder = settings, benchmarks, folder
-        self.has_pairs = settings.task == "preferences"
+        self.preference: Literal["pair", "label"] | None = None
+        """How the rows say which answers are better, by the first row; None unless prepare.task is preferences."""
         self.quality = QualityChecks(settings)
-        self.encoder = ConversationEncoder(tokenizer, "last" if self.has_pairs else settings.turns)
+        self.encoder = ConversationEncoder(tokenizer, "last" if settings.task == "preferences" else settings.turns)
         searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
         self.signatures = deduplication.MinHashSignatures(settings.deduplication) if searches_near_duplicates else None
         self.text_spool = TextSpool(folder)
-        self.row_spool = PreparedRowSpool(folder / "spool", self.has_pairs)
+        self.row_spool = PreparedRowSpool(folder / "spool")
         self.split_assigner = SplitAssigner(settings, teacher_sources)
         self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
         self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
@@ -97,6 +98,11 @@ class RowIngestion:
         self.rows_by_source = [0] * len(settings.sources)
         self.unanswered_messages = 0
         """Number of messages that were removed because they come after the last answer of their conversation."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether each row has a chosen and a rejected answer."""
+        return self.preference == "pair"
 
     def close(self) -> None:
         """Delete the temporary files; the values in memory stay."""
@@ -121,11 +127,12 @@ class RowIngestion:
         if isinstance(item, MalformedRecord):
             self.ledger.drop("malformed", item.where, item.detail)
             return None
-        if self.has_pairs and item.conversation.rejected is None:
-            self.ledger.drop("malformed", item.where, "it has no rejected answer (prepare.task: preferences)")
+        if self.settings.task != "preferences":
+            if item.conversation.rejected is not None:
+                item = replace(item, conversation=replace(item.conversation, rejected=None))
+        elif problem := self._find_preference_problem(item.conversation):
+            self.ledger.drop("malformed", item.where, problem)
             return None
-        if not self.has_pairs and item.conversation.rejected is not None:
-            item = replace(item, conversation=replace(item.conversation, rejected=None))
         if missing := missing_part_reason(item):
             self.ledger.drop(missing, item.where)
             return None
@@ -138,6 +145,17 @@ class RowIngestion:
             return None
         self.unanswered_messages += item.conversation.unanswered
         return item, self.split_assigner.add(item)
+
+    def _find_preference_problem(self, conversation: Conversation) -> str | None:
+        """Return why a row has no preference, or has it in another form than the first row; None if it fits."""
+        if conversation.rejected is None and conversation.is_desirable is None:
+            return "it has no rejected answer, and no label true or false (prepare.task: preferences)"
+        form: Literal["pair", "label"] = "label" if conversation.rejected is None else "pair"
+        self.preference = self.preference or form
+        if form == self.preference:
+            return None
+        forms = {"pair": "a rejected answer", "label": "a label"}
+        return f"it has {forms[form]}, but the first row has {forms[self.preference]}; prepare one form only"
 
     def _find_drop_reason(self, row: SourceRow) -> tuple[DropReason, str] | None:
         """Note the flaws of a row; return the first one for which it is dropped, or the reason of a filter."""
@@ -206,6 +224,7 @@ class RowIngestion:
             samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields, rejected))
             label = row.conversation.response if self.settings.task == "labels" else ""
             self.accepted.add(samples[-1], row, split_index, full_length)
+            self.accepted.is_desirable.append(conversation.is_desirable is not False)
             self.accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
             self.accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
             self.balancer.add(row)
@@ -274,6 +293,8 @@ class IngestedRows:
     trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     rejected_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """Number of trained tokens of the rejected answer; 0 without one."""
+    is_desirable: "array[int]" = field(default_factory=lambda: array("b"))
+    """0 if the answer is labelled undesirable."""
     truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """Number of tokens that truncation removed."""
     source_indices: "array[int]" = field(default_factory=lambda: array("h"))

@@ -39,6 +39,8 @@ COLUMN_PAIRS = (
 )  # fmt: skip
 """Common names of the columns with prompt and response, most likely first."""
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
+LABEL_COLUMN = "label"
+"""Common name of the column that says whether an answer is desirable."""
 _SYSTEM_COLUMNS = ("system", "system_prompt")
 _QUESTION_COLUMNS = ("question", "prompt", "query", "instruction")
 TURN_KEYS: dict[RecordSchema, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
@@ -55,6 +57,7 @@ _ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
 """Known names of roles, with the role in the conversation; `call` is a message that consists of tool calls."""
+_TRUTH = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 _TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
@@ -80,6 +83,10 @@ class RecordReader:
     _tools: str = ""
     _rejected: Callable[[Fields], list[Message]] | None = None
     """Reads the conversation that ends with the rejected answer."""
+    _label: str = ""
+    """Column that says whether the answer is desirable; "" if it is not read."""
+    _response: str = ""
+    """Column with the answer, if it is a column of its own."""
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[SourceRow | MalformedRecord]:
         """Yield the rows of a record: one, or several if the schema has several examples per record."""
@@ -105,9 +112,10 @@ class RecordReader:
         tools = parse_tools(fields.get(self._tools), self._tools) if self._tools else None
         if self._rejected is not None:
             return _build_pair(messages, self._rejected(fields), tools)
+        label = parse_label(column_value(fields, self._label), self._label) if self._label else None
         if not end:
-            return Conversation([*messages, {"role": "assistant", "content": ""}], tools)
-        return Conversation(messages[:end], tools, unanswered=len(messages) - end)
+            return Conversation([*messages, {"role": "assistant", "content": ""}], tools, is_desirable=label)
+        return Conversation(messages[:end], tools, unanswered=len(messages) - end, is_desirable=label)
 
 
 def _build_pair(chosen: list[Message], rejected: list[Message], tools: list[Any] | None) -> Conversation:
@@ -123,11 +131,13 @@ def _build_pair(chosen: list[Message], rejected: list[Message], tools: list[Any]
 
 
 def detect_schema(
-    records: Sequence[Fields], schema: RecordSchema, columns: ColumnSettings, label: str, setting: str = "prepare"
-) -> RecordReader:
+    records: Sequence[Fields], schema: RecordSchema, columns: ColumnSettings, label: str, setting: str = "prepare",
+    reads_labels: bool = False,
+) -> RecordReader:  # fmt: skip
     """Detect the schema of a source from its first records. Raises DataError if no schema fits their columns.
 
     `schema` and `columns` are from the settings (section `setting`), `label` is the name of the source in messages.
+    With `reads_labels`, a column says whether an answer is desirable, unless the source has pairs of answers.
     """
     sampled = SampledRecords(records, columns, label, setting)
     if schema == "auto" and columns.messages:
@@ -145,8 +155,10 @@ def detect_schema(
             # If the settings name the prompt column, common names of other columns do not count.
             system = sampled.find_optional("system", *(() if columns.prompt else _SYSTEM_COLUMNS))
             tools = sampled.find_optional("tools", *(("tools", "functions") if name in TURN_KEYS else ()))
-            optional_columns = sampled.describe_optional(system=system, tools=tools)
-            return replace(reader, description=reader.description + optional_columns, _system=system, _tools=tools)
+            desirable = sampled.find_desirability() if reads_labels and name != "preferences" else ""
+            desirable = "" if desirable == reader._response else desirable  # a class label is the answer itself
+            description = reader.description + sampled.describe_optional(system=system, tools=tools, label=desirable)
+            return replace(reader, description=description, _system=system, _tools=tools, _label=desirable)
     problem = (
         "no known schema fits its columns"
         if schema == "auto"
@@ -210,6 +222,14 @@ class SampledRecords:
         return self.find(role) or next(
             (self._columns[name] for name in names if name in self._columns), *names[:1] or [""]
         )
+
+    def find_desirability(self) -> str:
+        """Return the column that says whether answers are desirable: that of the settings, or `label` if it has truth
+        values; "" if there is none."""
+        column = self.find("label", LABEL_COLUMN)
+        values = [str(fields[column]).strip().casefold() for fields in self.records if fields.get(column) is not None]
+        is_truth = sum(value in ("true", "false") for value in values) > len(values) / 2
+        return column if self.columns.label is not None or is_truth else ""
 
     def describe_optional(self, **columns: str) -> str:
         """Return text that names the existing columns among optional columns, each with its role."""
@@ -372,10 +392,14 @@ def _detect_pair(sampled: SampledRecords) -> RecordReader | None:
     prompt, response = named if all(named) else next(_find_usual_pairs(sampled), ("", ""))
     if not prompt:
         return None
-    return RecordReader(
-        f"columns {prompt}, {response}",
-        lambda fields: _single_turn(column_text(fields, prompt), column_text(fields, response)),
-    )
+
+    def messages(fields: Fields) -> list[Message]:
+        question, answer = column_value(fields, prompt), column_value(fields, response)
+        if any(isinstance(value, list) and isinstance((value or [None])[0], Mapping) for value in (question, answer)):
+            return [*_parse_turns(question, prompt, "user"), *_parse_turns(answer, response, "assistant")]
+        return _single_turn(column_text(fields, prompt), column_text(fields, response))
+
+    return RecordReader(f"columns {prompt}, {response}", messages, _response=response)
 
 
 def _detect_preferences(sampled: SampledRecords) -> RecordReader | None:
@@ -494,6 +518,15 @@ def parse_text(value: Any, path: str) -> str:
     if problem := find_text_flaw(text):
         raise UnusableRecordError(f"{path} {problem}")
     return text
+
+
+def parse_label(value: Any, path: str) -> bool:
+    """Convert true, false, 1, 0, or one of them as text. Raises UnusableRecordError for another value."""
+    text = str(value).strip().casefold()
+    if text not in _TRUTH:
+        found = f"{value!r:.40}" if isinstance(value, (str, int, float)) else type_name(value)
+        raise UnusableRecordError(f"column {path!r} holds {found}, expected true or false")
+    return _TRUTH[text]
 
 
 def decode_json(value: Any, path: str) -> Any:

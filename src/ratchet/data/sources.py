@@ -105,7 +105,8 @@ class SourceReader:
             require_teacher_card(source, fields)
         elif source.record_schema == "auto" and source.columns is None:
             schema, columns = "messages", ColumnSettings(messages="messages")
-        reader = schema_detection.detect_schema(fields, schema, columns, source.label, setting)
+        reads_labels = self._settings.task == "preferences"
+        reader = schema_detection.detect_schema(fields, schema, columns, source.label, setting, reads_labels)
         self.schema_descriptions[number] = reader.description
         return reader
 

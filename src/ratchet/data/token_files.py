@@ -9,7 +9,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ratchet.config.train import Objective
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import Conversation, EncodedConversation
 from ratchet.data.splits import SPLITS, SplitName
@@ -39,6 +40,9 @@ SCHEMA = pa.schema(
 )
 PAIR_SCHEMA = pa.schema([*SCHEMA, *(pa.field(name, pa.list_(pa.int32())) for name in _REJECTED_LISTS)])
 """Schema of rows with a rejected answer, whose tokens are a second conversation with the same prompt."""
+_LABEL = "is_desirable"
+LABELLED_SCHEMA = pa.schema([*SCHEMA, pa.field(_LABEL, pa.bool_())])
+"""Schema of rows whose answer is labelled desirable or undesirable."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,15 @@ class PreparedRow:
     """Passthrough fields of the row: a JSON object of strings."""
     rejected: EncodedConversation | None = None
     """The conversation with the rejected answer."""
+    is_desirable: bool | None = None
+    """Label of the answer."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Schema of a split of such rows."""
+        if self.rejected is not None:
+            return PAIR_SCHEMA
+        return SCHEMA if self.is_desirable is None else LABELLED_SCHEMA
 
     @classmethod
     def from_conversation(
@@ -64,7 +77,8 @@ class PreparedRow:
     ) -> Self:  # fmt: skip
         """Create a row whose id is the digest of the conversation."""
         text = conversation.to_json()
-        return cls(digests.hash_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields, rejected)
+        key = digests.hash_bytes(text.encode())[:ID_DIGITS]
+        return cls(key, text, encoded, group, fields, rejected, conversation.is_desirable)
 
 
 def _list_array(rows: Sequence[Sequence[int]]) -> pa.Array:
@@ -90,19 +104,26 @@ def _columns_of(samples: Sequence[PreparedRow]) -> list[pa.Array]:
 class PreparedRowSpool:
     """Temporary storage of prepared rows: written once, then read sorted by id."""
 
-    def __init__(self, folder: Path, has_pairs: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._schema = pa.schema([pa.field("row", pa.int64()), *(PAIR_SCHEMA if has_pairs else SCHEMA)])
+        self.schema = SCHEMA
+        """Schema of the rows, which is that of the first row."""
         self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
-        self._writers = [pa.ipc.new_stream(str(path), self._schema) for path in self._paths]
+        self._writers: list[Any] = []
 
     def add(self, samples: Sequence[PreparedRow], first_row: int) -> None:
-        """Append rows with consecutive indices from `first_row`."""
+        """Append one or more rows with consecutive indices from `first_row`."""
+        if not self._writers:
+            self.schema = samples[0].schema
+            with_index = pa.schema([pa.field("row", pa.int64()), *self.schema])
+            self._writers = [pa.ipc.new_stream(str(path), with_index) for path in self._paths]
         indices = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
         columns = [indices, *_columns_of(samples)]
         if rejected := [s.rejected for s in samples if s.rejected is not None]:
             columns += [_list_array([one.input_ids for one in rejected]), _list_array([one.labels for one in rejected])]
-        batch = pa.record_batch(columns, schema=self._schema)
+        if self.schema is LABELLED_SCHEMA:
+            columns.append(pa.array([s.is_desirable for s in samples]))
+        batch = pa.record_batch(columns, schema=pa.schema([pa.field("row", pa.int64()), *self.schema]))
         bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
         for number in np.unique(bucket):
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
@@ -115,7 +136,7 @@ class PreparedRowSpool:
     def tables(self) -> Iterator[pa.Table]:
         """Yield all rows sorted by id, one bucket at a time; column `row` has the row indices."""
         self.close()
-        for path in self._paths:
+        for path in self._paths[: len(self._writers)]:
             with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
                 table = pa.ipc.open_stream(stream).read_all()
             path.unlink()
@@ -134,9 +155,9 @@ class SplitFingerprints(NamedTuple):
 class SplitWriters:
     """Writer of the files of all splits, which also computes their fingerprints."""
 
-    def __init__(self, folder: Path, has_pairs: bool = False) -> None:
-        self.schema = PAIR_SCHEMA if has_pairs else SCHEMA
-        self._lists = (*_LISTS, *_REJECTED_LISTS) if has_pairs else _LISTS
+    def __init__(self, folder: Path, schema: pa.Schema = SCHEMA) -> None:
+        self.schema = schema
+        self._lists = tuple(name for name in (*_LISTS, *_REJECTED_LISTS) if name in schema.names)
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), self.schema) for name in SPLITS}
         self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *self._lists)} for name in SPLITS}
         self._fields = hashlib.sha256()
@@ -169,35 +190,57 @@ class SplitWriters:
 def open_split(data: Path, split: SplitName) -> "datasets.Dataset":
     """Open a split as a dataset with the columns of SCHEMA; `conversation` and `fields` are JSON.
 
-    Raises DataError if an earlier version of Ratchet prepared the split, and a column is missing.
+    Rows whose answer is labelled undesirable are left out, because no answer is compared with theirs. Raises DataError
+    if an earlier version of Ratchet prepared the split, and a column is missing, or if no row is left.
     """
     dataset: datasets.Dataset = _import_datasets().Dataset.from_file(str(data / f"{split}.arrow"))
     _require_columns(data, dataset.column_names)
+    if _LABEL in dataset.column_names:
+        dataset = dataset.select(np.flatnonzero(dataset[_LABEL][:]))
+        if not len(dataset):
+            raise DataError(f"{data}: no answer of split {split} is labelled true; add rows, or set prepare.split.seed")
     return dataset
 
 
-def load_rows(data: Path, split: SplitName, rows_per_example: int = 1) -> TokenRows:
+def load_rows(data: Path, split: SplitName, objective: Objective = "sft") -> TokenRows:
     """Load the tokens of a split for training.
 
-    With two rows per example, chosen and rejected answers take turns. Raises DataError like `open_split`, or if the
-    rows have no rejected answers.
+    - `sft`: the rows; of pairs the chosen answers, and of labelled rows the desirable ones.
+    - `kto`: labelled rows with their labels. Of pairs, chosen and rejected answers take turns, as desirable and
+      undesirable ones.
+    - Others: chosen and rejected answers of the pairs in turns.
+
+    Raises DataError like `open_split`, or if the objective needs other rows.
     """
     table = _map_table(data, split)
+    _require_preferences(data, table.schema.names, objective)
     rows = TokenRows.from_arrow(table)
-    if rows_per_example == 1:
+    if (labels := _read_labels(table)) is not None:
+        return replace(rows, is_desirable=labels) if objective == "kto" else rows.select(np.flatnonzero(labels))
+    if objective == "sft":
         return rows
-    _require_pairs(data, table.schema.names)
     rejected = table.select(_REJECTED_LISTS).rename_columns(list(_LISTS))
-    return rows.interleave(TokenRows.from_arrow(rejected))
+    pairs = rows.interleave(TokenRows.from_arrow(rejected))
+    return replace(pairs, is_desirable=np.arange(len(pairs)) % 2 == 0) if objective == "kto" else pairs
 
 
-def read_lengths(data: Path, split: SplitName, rows_per_example: int = 1) -> NDArray[np.int64]:
-    """Return the number of tokens of each row, without loading the rows. Raises DataError like `load_rows`."""
+def read_lengths(data: Path, split: SplitName, objective: Objective = "sft") -> NDArray[np.int64]:
+    """Return the number of tokens of each row of `load_rows`, without loading the rows. Raises the same errors."""
     table = _map_table(data, split)
-    if rows_per_example == 1:
-        return _count_tokens(table.column("input_ids"))
-    _require_pairs(data, table.schema.names)
-    return np.stack([_count_tokens(table.column(name)) for name in ("input_ids", "rejected_input_ids")], axis=1).ravel()
+    _require_preferences(data, table.schema.names, objective)
+    lengths = _count_tokens(table.column("input_ids"))
+    if (labels := _read_labels(table)) is not None:
+        return lengths if objective == "kto" else lengths[labels]
+    if objective == "sft":
+        return lengths
+    return np.stack([lengths, _count_tokens(table.column("rejected_input_ids"))], axis=1).ravel()
+
+
+def _read_labels(table: Any) -> NDArray[np.bool_] | None:
+    """Return whether the answer of each row of a split is desirable; None for rows without this label."""
+    if _LABEL not in table.column_names:
+        return None
+    return np.array(table.column(_LABEL).to_pylist(), dtype=np.bool_)
 
 
 def _count_tokens(column: Any) -> NDArray[np.int64]:
@@ -206,12 +249,20 @@ def _count_tokens(column: Any) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
 
 
-def _require_pairs(data: Path, names: Sequence[str]) -> None:
-    if _REJECTED_LISTS[0] not in names:
+def _require_preferences(data: Path, names: Sequence[str], objective: Objective) -> None:
+    """Raise DataError if an objective needs rows with other columns."""
+    if objective == "sft" or _REJECTED_LISTS[0] in names or (objective == "kto" and _LABEL in names):
+        return
+    if _LABEL in names:
         raise DataError(
-            f"{data}: train.objective compares a chosen and a rejected answer, but these rows have only one; set "
-            "prepare.task: preferences and run `dvc repro`, or set train.objective: sft"
+            f"{data}: train.objective: {objective} compares a chosen and a rejected answer, but these rows have one "
+            "answer with a label; set train.objective: kto"
         )
+    needed = "a chosen and a rejected answer" if objective != "kto" else "answers that are labelled true or false"
+    raise DataError(
+        f"{data}: train.objective: {objective} compares {needed}, but these rows have only one answer; set "
+        "prepare.task: preferences and run `dvc repro`, or set train.objective: sft"
+    )
 
 
 def _map_table(data: Path, split: SplitName) -> pa.Table:

@@ -54,7 +54,7 @@ class TestRows:
     references: list[str]
     """Last answer of each row, stripped like generated answers. A tool call is written as the chat template does."""
     rejected: EncodedRows | None
-    """Conversations with the rejected answers; None unless prepare.task is preferences."""
+    """Conversations with the rejected answers; None unless the rows are pairs."""
     generation_count: int
     """Number of first rows that get generated answers. Rows are ordered by id, and ids are digests of content, so the
     first rows are a random sample."""

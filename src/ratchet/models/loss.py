@@ -41,6 +41,8 @@ class SequenceBatch:
     labels: Tensor
     position_ids: Tensor | None
     """None if every sequence of the batch holds one row."""
+    is_desirable: Tensor | None = None
+    """Whether the answer of each row is desirable, bool [rows]; None for rows without this label."""
 
     @classmethod
     def from_sequences(
@@ -49,10 +51,12 @@ class SequenceBatch:
         """Build a batch on a device from sequences, each given as the indices of its rows."""
         batch = rows.pad(sequences)
         packed = any(len(sequence) > 1 for sequence in sequences)
+        labels = None if rows.is_desirable is None else rows.is_desirable[[row for s in sequences for row in s]]
         return cls(
             torch.from_numpy(batch.input_ids).to(device),
             torch.from_numpy(batch.labels).to(device),
             torch.from_numpy(batch.position_ids).to(device) if packed else None,
+            None if labels is None else torch.from_numpy(labels).to(device),
         )
 
 

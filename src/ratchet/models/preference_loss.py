@@ -1,4 +1,4 @@
-"""Losses of preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one.
+"""Losses of preference tuning: the model learns to prefer some answers to others.
 
 Let pi_c and pi_r be the log-probabilities, summed over tokens, that the model gives to the chosen and the rejected
 answer, and let ref_c and ref_r be those of the reference, which is the model before its first step. With
@@ -10,41 +10,57 @@ d = (pi_c - ref_c) - (pi_r - ref_r), the loss of a pair is:
   beta x log sigmoid(log odds_c - log odds_r), with odds = p / (1 - p), where log p is the mean over tokens. It needs no
   reference.
 
+`kto` (Ethayarajh et al. 2024, equations 7 and 8) has single answers that are desirable or not. The loss of an answer is
+w x (1 - sigmoid(+-beta (pi - ref - z))), with + for a desirable answer and - for another one. z estimates how far the
+model is from the reference: the mean of pi - ref over the prompts of the batch, each with the answer to another prompt
+(`TokenRows.mismatch`); it is not negative, and has no gradient. It depends on the batch of the step (for a validation,
+on all validation rows), and not on its division into micro-batches. w is 1, or more for the rarer kind of answers
+(`weigh_labels`).
+
 A loss depends on the tokens only through these sums. So the head runs once: it gives the gradient of each token's
 negative log-likelihood by its hidden state, which is then multiplied by the derivative of the loss by its row's sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from ratchet.config.train import Objective, Train
+from ratchet.data.batches import TokenRows
 from ratchet.errors import DataError
 from ratchet.models import adapters
 from ratchet.models.chunked_loss import ChunkedLoss, Phase, ignore_phase
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
 
+MAX_DESIRABLE_RATIO = 4 / 3
+"""Largest ratio of the weights of all desirable to all undesirable answers; the smallest is 1 (Ethayarajh et al. 2024,
+equation 9)."""
+STATISTIC_SUMS = 8
+"""Number of sums in `PreferenceLoss.statistics`."""
+
 
 @dataclass(frozen=True)
-class PairLosses:
-    """Losses of pairs, and their derivatives by the log-probability of each row."""
+class AnswerLosses:
+    """Losses of pairs or of labelled answers, and their derivatives by the log-probability of each row."""
 
     losses: Tensor
-    """float64 [pairs], in nats."""
+    """float64 [pairs or rows]."""
     gradient: Tensor
-    """Derivative of the sum of the losses by the log-probability of each row, float64 [2 x pairs]."""
-    margins: Tensor
-    """float64 [pairs]: beta x d."""
+    """Derivative of the sum of the losses by the log-probability of each row, float64 [rows]."""
+    rewards: Tensor
+    """float64 [rows]: beta x (pi - ref); for `orpo`, beta x log odds."""
 
 
 def compute_pair_losses(
     log_probabilities: Tensor, reference: Tensor | None, tokens: Tensor, objective: Objective, beta: float
-) -> PairLosses:
+) -> AnswerLosses:
     """Compute the losses of pairs from the log-probabilities of their answers.
 
     Args:
@@ -58,18 +74,75 @@ def compute_pair_losses(
         means = (sums / tokens).view(-1, 2)
         if reference is None:
             log_odds = means - torch.log1p(-means.exp())
+            scores = log_odds
             difference = log_odds[:, 0] - log_odds[:, 1]
             losses = -means[:, 0] - beta * functional.logsigmoid(difference)
         else:
-            ratios = (sums - reference).view(-1, 2)
-            difference = ratios[:, 0] - ratios[:, 1]
+            scores = (sums - reference).view(-1, 2)
+            difference = scores[:, 0] - scores[:, 1]
             if objective == "ipo":
-                mean_ratios = ratios / tokens.view(-1, 2)
+                mean_ratios = scores / tokens.view(-1, 2)
                 losses = (mean_ratios[:, 0] - mean_ratios[:, 1] - 1 / (2 * beta)).square()
             else:
                 losses = -functional.logsigmoid(beta * difference)
         [gradient] = torch.autograd.grad(losses.sum(), sums)
-    return PairLosses(losses.detach(), gradient, beta * difference.detach())
+    return AnswerLosses(losses.detach(), gradient, beta * scores.detach().flatten())
+
+
+def compute_label_losses(
+    log_probabilities: Tensor, reference: Tensor, is_desirable: Tensor, beta: float, divergence: float,
+    weights: tuple[float, float],
+) -> AnswerLosses:  # fmt: skip
+    """Compute the losses of `kto` from the log-probabilities of answers.
+
+    Args:
+        log_probabilities: log-probability of each answer, summed over its tokens, in nats; float64 [rows].
+        reference: the same of the reference.
+        is_desirable: bool [rows].
+        divergence: z in nats, at least 0.
+        weights: weights of desirable and of undesirable answers (`weigh_labels`).
+    """
+    sums = log_probabilities.detach().requires_grad_()
+    desirable_weight, undesirable_weight = weights
+    with torch.enable_grad():
+        rewards = beta * (sums - reference)
+        sign = is_desirable.double() * 2 - 1
+        weight = torch.where(is_desirable, desirable_weight, undesirable_weight)
+        losses = weight * torch.sigmoid(-sign * (rewards - beta * divergence))
+        [gradient] = torch.autograd.grad(losses.sum(), sums)
+    return AnswerLosses(losses.detach(), gradient, rewards.detach())
+
+
+def weigh_labels(is_desirable: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the weights of desirable and of undesirable training answers: 1, or as much more for the rarer kind as the
+    ratio of the sums of both needs to be between 1 and 4/3. Raises DataError if there is only one kind."""
+    count, desirable = len(is_desirable), int(is_desirable.sum())
+    if desirable in (0, count):
+        kind, other = ("desirable", "undesirable") if desirable else ("undesirable", "desirable")
+        raise DataError(
+            f"train.objective: kto: all {count:,} training answers are {kind}; add {other} ones, or set train.objective"
+        )
+    ratio = desirable / (count - desirable)
+    return max(1.0, 1 / ratio), max(1.0, ratio / MAX_DESIRABLE_RATIO)
+
+
+def name_statistics(sums: Sequence[float], examples: int) -> dict[str, float]:
+    """Return PREFERENCE_STATISTICS from the sums of `PreferenceLoss.statistics` over all micro-batches.
+
+    Without any sums, there are no statistics, and a batch of labelled answers that are all of one kind lacks the
+    statistics of the other kind.
+    """
+    hits, divergence, *by_kind = sums
+    chosen, rejected = by_kind[:3], by_kind[3:]
+    if not chosen[0] + rejected[0]:
+        return {}
+    statistics = {"reward_accuracy": hits / examples, "kl": divergence / (chosen[0] + rejected[0])}
+    for kind, (count, reward, log_probability) in (("chosen", chosen), ("rejected", rejected)):
+        if count:
+            statistics |= {f"{kind}_reward": reward / count, f"{kind}_log_probability": log_probability / count}
+    if chosen[0] and rejected[0]:
+        statistics["reward_margin"] = statistics["chosen_reward"] - statistics["rejected_reward"]
+    return statistics
 
 
 class ReferenceModel:
@@ -110,14 +183,20 @@ class Preference:
     beta: float
     reference: ReferenceModel | None
     """None for `orpo`."""
+    weights: tuple[float, float] | None = None
+    """Weights of desirable and of undesirable answers; None unless the objective is `kto`."""
 
     @classmethod
-    def from_settings(cls, settings: Train, model: Model) -> "Preference | None":
-        """Return the objective of a training that begins with this model; None for `sft`."""
+    def from_settings(cls, settings: Train, model: Model, rows: TokenRows) -> "Preference | None":
+        """Return the objective of a training that begins with this model on these rows; None for `sft`.
+
+        Raises DataError if `kto` has only one kind of answers.
+        """
         if settings.objective == "sft":
             return None
-        reference = None if settings.objective == "orpo" else ReferenceModel(model)
-        return cls(settings.objective, settings.beta, reference)
+        reference = ReferenceModel(model) if settings.has_reference else None
+        weights = None if rows.is_desirable is None else weigh_labels(rows.is_desirable)
+        return cls(settings.objective, settings.beta, reference, weights)
 
 
 class AnswerLikelihoods(ChunkedLoss):
@@ -148,17 +227,30 @@ class AnswerLikelihoods(ChunkedLoss):
         self.nll[start : start + len(nll)] = nll
 
 
-class PreferenceLoss(AnswerLikelihoods):
-    """Loss of a micro-batch of pairs, in nats, summed over the pairs.
+class LogRatios(AnswerLikelihoods):
+    """Log-ratios of model and reference of a micro-batch of answers; `value` is their sum in nats. No gradient is
+    computed. Call this under torch.no_grad."""
 
-    The rows of the batch are chosen and rejected answers in turns. Call `backward()` once; without a `scale`, no
-    gradient is computed.
+    def __init__(self, model: Model, batch: SequenceBatch, reference: ReferenceModel, phase: Phase) -> None:
+        super().__init__(model, batch, None, phase)
+        with phase("forward"):
+            self.value = (reference.compute_nll(batch).double() - self.nll.double()).sum()
+
+
+class PreferenceLoss(AnswerLikelihoods):
+    """Loss of a micro-batch of pairs or labelled answers, in nats, summed over them.
+
+    The rows of pairs are chosen and rejected answers in turns. Call `backward()` once; without a `scale`, no gradient
+    is computed.
     """
 
     statistics: Tensor
-    """Sums over the pairs, float64 [5], in the order of PREFERENCE_STATISTICS: beta x d, the number of pairs with
-    d > 0, pi_c, pi_r, and an estimate of the divergence from the reference per token (half the mean square of the
-    log-ratios; Schulman 2020). For `orpo`, d is the difference of the log odds, and the divergence is 0."""
+    """Sums over the pairs or rows, float64 [8], for `name_statistics`: the number of pairs whose chosen answer has the
+    higher reward (of rows whose reward has the sign of their label), the divergence of each row, then of the chosen
+    (desirable) rows and again of the rejected ones: their number, rewards, and log-probabilities.
+
+    The divergence from the reference is, for `kto`, that in the loss, otherwise an estimate per token: half the mean
+    square of the log-ratios (Schulman 2020), and 0 for `orpo`."""
 
     def __init__(
         self,
@@ -167,8 +259,10 @@ class PreferenceLoss(AnswerLikelihoods):
         scale: float | None,
         preference: Preference,
         phase: Phase = ignore_phase,
+        divergence: float = 0.0,
     ) -> None:
-        self._preference = preference
+        """`divergence` is that in the loss of `kto`."""
+        self._preference, self._divergence = preference, divergence
         with phase("forward"):
             self._reference_nll = None if preference.reference is None else preference.reference.compute_nll(batch)
         self._weights: Tensor | None = None
@@ -220,27 +314,34 @@ class PreferenceLoss(AnswerLikelihoods):
             reference = zeros.index_add(0, rows, -self._reference_nll.double())
             ratios = self._reference_nll.double() - self.nll.double()
             divergence = zeros.index_add(0, rows, ratios.square() / 2) / tokens
-        pairs = compute_pair_losses(sums, reference, tokens, self._preference.objective, self._preference.beta)
-        self.value = pairs.losses.sum()
-        by_pair = sums.view(-1, 2)
-        self.statistics = torch.stack(
-            [
-                pairs.margins.sum(), (pairs.margins > 0).double().sum(), by_pair[:, 0].sum(), by_pair[:, 1].sum(),
-                divergence.view(-1, 2).mean(dim=1).sum(),
-            ]
-        )  # fmt: skip
-        return -pairs.gradient[rows] * scale
+        objective, beta, weights = self._preference.objective, self._preference.beta, self._preference.weights
+        is_chosen = self.batch.is_desirable
+        if is_chosen is not None and weights is not None and reference is not None:
+            found = compute_label_losses(sums, reference, is_chosen, beta, self._divergence, weights)
+            hits = torch.where(is_chosen, found.rewards, -found.rewards) > 0
+            divergence = torch.full_like(sums, self._divergence)
+        else:
+            found = compute_pair_losses(sums, reference, tokens, objective, beta)
+            is_chosen = torch.arange(count, device=rows.device) % 2 == 0
+            hits = found.rewards[::2] > found.rewards[1::2]
+        self.value = found.losses.sum()
+        by_row = torch.stack([torch.ones_like(sums), found.rewards, sums])
+        totals = [hits.double().sum(), divergence.sum(), *(by_row[:, kind].sum(1) for kind in (is_chosen, ~is_chosen))]
+        self.statistics = torch.cat([total.reshape(-1) for total in totals])
+        return -found.gradient[rows] * scale
 
     def _rows_of_positions(self) -> Tensor:
         """Return the row of each trained position, int64, counted from 0 over the batch. Raises DataError if an answer
         has no trained token."""
+        labels = self.batch.is_desirable
         batch = self.batch
         width = batch.input_ids.shape[1]
         starts = self.positions // width if batch.position_ids is None else self._count_starts(batch.position_ids)
         rows: Tensor
         _, rows = torch.unique_consecutive(starts, return_inverse=True)
-        if len(rows) and (int(rows[-1]) + 1) % 2:
-            raise DataError("an answer of a pair has no trained token; run `ratchet prepare` again")
+        count = int(rows[-1]) + 1 if len(rows) else 0
+        if count % 2 if labels is None else count != len(labels):
+            raise DataError("an answer has no trained token; run `ratchet prepare` again")
         return rows
 
     def _count_starts(self, position_ids: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
 """Finds the trained weights that a training starts from (train.init_adapter), and identifies them by their content.
 
-They are a checkpoint of a run, or an adapter in peft's format, in a directory or on the hub. Imports no torch.
+They are a checkpoint of a run, or an adapter in peft's format: in a directory, on the hub, or that of the champion.
+Imports no torch.
+
+A run keeps the champion that it began with, whatever is promoted later: experiments/start_adapters.json has it by
+RunId (`training/run_spec.py` writes it when stage train runs).
 """
 
 import json
@@ -11,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError, HubError, SettingsError
 from ratchet.models import base_model, hub
@@ -18,9 +24,13 @@ from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
+from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.training import TrainReport
 
 INIT_ADAPTER = "train.init_adapter"
 """Key path of the setting, for messages."""
+CHAMPION = "champion"
+"""Value of the setting for the adapter of the promoted model."""
 CHECKPOINT_WEIGHTS, CHECKPOINT_IDENTITY = "trainable.safetensors", "identity.json"
 """Files of a checkpoint (training/checkpoint.py)."""
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -48,11 +58,30 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^@\s]+)?")
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
-class StartAdapterCommits(Record):
-    """experiments/start_adapters.json: commits of adapters on the hub."""
+class StartChampion(Record):
+    """A champion that a run began with."""
 
-    commits: dict[str, str]
+    version: int
+    """Version of the registered model."""
+    model_digest: str
+    digest: str
+    """First digits of the digest of its adapter, as in the run's spec."""
+
+
+class PinnedStartAdapters(Record):
+    """experiments/start_adapters.json: the adapters that names such as a branch or `champion` mean in this project."""
+
+    commits: dict[str, str] = Field(default_factory=dict)
     """Commit by the value of train.init_adapter, such as `org/name@main`."""
+    champions: dict[str, StartChampion] = Field(default_factory=dict)
+    """Champion by the RunId of the run that began with it."""
+    latest_run: str | None = None
+    """Run among them for which stage train ran last."""
+
+    @classmethod
+    def load_if_present(cls, layout: ProjectLayout) -> "PinnedStartAdapters":
+        """Load the file of a project; an empty record if there is none."""
+        return cls.load(layout.start_adapters) if layout.start_adapters.exists() else cls()
 
 
 @dataclass(frozen=True)
@@ -147,6 +176,8 @@ class StartAdapter:
 def locate(layout: ProjectLayout, train: Train) -> StartAdapter:
     """Return the weights that the setting names. Raises DataError if there are none."""
     reference = str(train.init_adapter)
+    if reference == CHAMPION:
+        return locate_champion(layout, find_champion(layout))
     run = RunPaths(layout.runs / reference)
     if "/" not in reference and run.root.is_dir():
         if not run.is_finished():
@@ -176,16 +207,48 @@ def _fetch_from_hub(layout: ProjectLayout, reference: str) -> Path:
     and repeated after the branch has moved.
     """
     repository, _, revision = reference.partition("@")
-    path = layout.start_adapters
-    known = StartAdapterCommits.load(path).commits if path.exists() else {}
-    commit = revision if COMMIT.fullmatch(revision) else known.get(reference)
+    known = PinnedStartAdapters.load_if_present(layout)
+    commit = revision if COMMIT.fullmatch(revision) else known.commits.get(reference)
     names = (ADAPTER_WEIGHTS, ADAPTER_CONFIG)
     if commit is not None:
         return hub.find_cached(repository, commit, names) or hub.download(repository, commit, names)
     found = hub.download(repository, revision or "main", names)
     if all((found / name).is_file() for name in names):  # otherwise `digest` refuses it
-        StartAdapterCommits(commits=known | {reference: found.name}).save(path)
+        pinned = known.model_copy(update={"commits": known.commits | {reference: found.name}})
+        pinned.save(layout.start_adapters)
     return found
+
+
+def read_champion_start(layout: ProjectLayout) -> StartChampion:
+    """Return the current champion as the start of a run. Raises DataError if there is none on this machine."""
+    champion = read_champion(layout.champion).champion
+    if champion is None:
+        raise DataError(
+            f"{INIT_ADAPTER}: found {CHAMPION}, but {layout.champion} names none; run `ratchet promote` first, or set "
+            "a RunId, the directory or hub id of an adapter, or null"
+        )
+    start = StartChampion(version=champion.version, model_digest=champion.model_digest, digest="")
+    return start.model_copy(update={"digest": locate_champion(layout, start).digest()[: digests.SHORT]})
+
+
+def locate_champion(layout: ProjectLayout, champion: StartChampion) -> StartAdapter:
+    """Return the adapter of a champion. Raises DataError if this machine lacks it."""
+    folder = layout.promoted_model(champion.model_digest)
+    if not folder.is_dir():
+        raise DataError(
+            f"{INIT_ADAPTER}: the champion, version {champion.version}, is not on this machine; copy {folder} from the "
+            "machine that promoted it, or set another adapter"
+        )
+    return StartAdapter(folder / "adapter")
+
+
+def find_champion(layout: ProjectLayout) -> StartChampion:
+    """Return the champion that the output of stage train began with; without one, that of the run that stage train
+    trained last, or the current champion. Raises DataError if there is none."""
+    pinned = PinnedStartAdapters.load_if_present(layout)
+    trained = TrainReport.load(layout.train_report).run_id if layout.train_report.exists() else None
+    known = (pinned.champions.get(str(run_id)) for run_id in (trained, pinned.latest_run))
+    return next(filter(None, known), None) or read_champion_start(layout)
 
 
 def resolve(layout: ProjectLayout, train: Train, base_digest: str) -> Train:
@@ -197,6 +260,8 @@ def resolve(layout: ProjectLayout, train: Train, base_digest: str) -> Train:
     """
     if train.init_adapter is None:
         return train
+    if train.init_adapter == CHAMPION:  # a finished run needs only the digest, and not the weights
+        return train.model_copy(update={"init_adapter": find_champion(layout).digest})
     start = locate(layout, train)
     digest = start.digest()[: digests.SHORT]
     start.require_fit(train, base_digest)

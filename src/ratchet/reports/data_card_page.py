@@ -109,6 +109,8 @@ def _key_figures(card: DatasetCard, train: LengthDistribution) -> Iterator[tuple
     elif pairs := card.pairs:
         lengths = f"of the pairs: {pairs.chosen_tokens:,.1f} tokens in the mean, rejected {pairs.rejected_tokens:,.1f}"
         yield "Chosen is longer", f"{pairs.longer_chosen:.0%}", lengths
+    elif card.desirable_rows is not None:
+        yield "Desirable", f"{card.desirable_rows:,}", f"of {card.splits['train'] + card.repeated:,} training answers"
     else:
         yield "Cut", f"{sum(cut.rows for cut in card.truncated.values()):,}", "rows truncated to the maximum length"
 

@@ -186,7 +186,7 @@ def shorten_training(layout: ProjectLayout, settings: Settings, steps: int) -> S
         DataError, DamagedFileError, SettingsError: the data are missing, or these settings cannot train on them.
     """
     files.verify_sealed(layout.data, "data")
-    rows = token_files.load_rows(layout.data, "train", settings.train.rows_per_example)
+    rows = token_files.load_rows(layout.data, "train", settings.train.objective)
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
         "epochs": steps * settings.train.batch_size / sequences,

@@ -92,6 +92,8 @@ class InitDataSummary:
     """Number of rows with more than one user message."""
     pairs: int = 0
     """Number of rows with a rejected answer too."""
+    labelled: int = 0
+    """Number of rows whose answer is labelled desirable or undesirable."""
     all_rows: int = 0
     """Number of rows, unusable ones included."""
     schema_name: str | None = None
@@ -102,9 +104,14 @@ class InitDataSummary:
         return self.responses.total()
 
     @property
+    def has_preferences(self) -> bool:
+        """Whether the rows say which answers are better."""
+        return bool(self.pairs or self.labelled)
+
+    @property
     def has_labels(self) -> bool:
         """Whether the responses look like labels: at most 100 characters each, with at least 5 rows each on average."""
-        short = max(map(len, self.responses)) <= 100 and not self.pairs
+        short = max(map(len, self.responses)) <= 100 and not self.has_preferences
         return short and 2 <= len(self.responses) <= min(MAX_LABELS, self.rows // 5)
 
 
@@ -122,6 +129,8 @@ class InitResult(Record):
     """Detected format of the rows, such as `columns` or `sharegpt`."""
     task: str
     """`labels`, `text` or `preferences` (prepare.task)."""
+    objective: str
+    """train.objective."""
     base: str
     key: str
     """Beginning of the signing key's fingerprint."""
@@ -206,6 +215,7 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         unusable_rows=summary.all_rows - summary.rows,
         schema_name=summary.schema_name,
         task=settings.prepare.task,
+        objective=settings.train.objective,
         base=settings.base.source,
         key=key.fingerprint[:SHOWN_DIGITS],
     )
@@ -244,7 +254,8 @@ def _choose_params(
         changes |= {"base.source": base.source, "base.revision": base.revision}
     if example is None:
         prepare = params_file.apply_changes(Settings(), changes).prepare
-        summary = _summarize_data(SourceReader(layout.root, prepare), prepare)
+        as_preferences = prepare.model_copy(update={"task": "preferences"})  # a column of labels is read too
+        summary = _summarize_data(SourceReader(layout.root, as_preferences), prepare)
         return params_file.dump_short(suggest_settings(prepare, summary, base or Base(), model_name)), summary
     params = params_file.amend_text((EXAMPLES / example / "params.yaml").read_text(encoding="utf-8"), changes)
     if data is None:
@@ -267,6 +278,7 @@ def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
             summary.responses[row.conversation.response] += 1
             summary.splits[splits.assign_split(row.conversation.prompt, prepare.split)] += 1
             summary.pairs += row.conversation.rejected is not None
+            summary.labelled += row.conversation.is_desirable is not None
             summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
         source = prepare.sources[0].files
@@ -324,12 +336,14 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         prepare, epochs = prepare.model_copy(update={"max_tokens": 512}), 1
         evaluate = Evaluate(generation_rows=32, max_new_tokens=128, harness=HarnessSettings(tasks=tasks, limit=16))
         rules = Gate().rules
+    if summary.has_preferences:
+        prepare = prepare.model_copy(update={"task": "preferences"})
     if summary.pairs:
-        prepare, rules = prepare.model_copy(update={"task": "preferences"}), _preference_rules()
-    objective: Objective = "dpo" if summary.pairs else "sft"
+        rules = _preference_rules()
+    objective: Objective = "dpo" if summary.pairs else "kto" if summary.labelled else "sft"
     # For a real base the user chooses formats, because each format takes time and disk space. Preferences need a lower
     # rate than answers: the loss falls as soon as the model avoids the rejected answers, also by avoiding all answers.
-    rate = 2e-5 if summary.pairs else Train().learning_rate
+    rate = 2e-5 if summary.has_preferences else Train().learning_rate
     train, export = Train(objective=objective, epochs=epochs, learning_rate=rate), Export()
     if base.source == TINY:
         # A tiny base needs a larger adapter and a higher rate. On the bundled requests, a rate of 0.001 for 5 epochs

@@ -143,7 +143,7 @@ def _write_splits(
     ingestion: RowIngestion, selection: RowSelection, folder: Path, planted: Sequence[PreparedRow]
 ) -> SplitFingerprints:
     """Write the splits, planted training rows last, and the test rows as documents. Returns their fingerprints."""
-    writers = SplitWriters(folder, ingestion.has_pairs)
+    writers = SplitWriters(folder, ingestion.row_spool.schema)
     split_of_row = np.where(selection.kept, selection.split, -1)
     written = 0
     with (folder / "test.jsonl").open("w", encoding="utf-8") as documents:
@@ -168,6 +168,8 @@ def _format_documents(part: Any) -> Iterator[str]:
     """Yield test rows as plain documents (JSON lines), for harness tasks of the project."""
     for row_id, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
         conversation = Conversation.from_json(text)
+        if conversation.is_desirable is False:
+            continue
         row = {"id": row_id, "system": conversation.system, "prompt": extract_text(conversation.context.messages[-1])}
         row |= {"response": conversation.response, "turns": len(conversation.messages)}
         yield base.to_json_line(row)

@@ -34,7 +34,7 @@ from ratchet.storage.records.training import (
     TrainReport,
     require_steps,
 )
-from ratchet.training.run_spec import build_launch, build_run_spec
+from ratchet.training.run_spec import build_launch, build_run_spec, pin_champion
 
 WORK = ".work"
 """Folder for the run directories of unfinished profiles."""
@@ -70,12 +70,13 @@ def train(
     Raises:
         MissingLibraryError: this stage or a later one needs an optional library that is not installed.
         LockHeldError: another process trains this run, or runs this stage.
+        DataError, SettingsError: see `pin_champion`.
         InterruptedRunError, InputError, RunFailedError, ReplicaError: see `supervise`.
     """
-    layout, settings = project.layout, project.settings
+    layout, settings = project.layout, pin_champion(project.layout, project.settings)
     require_extras(settings)
     launch, spec = build_launch(layout, settings), build_run_spec(layout, settings)
-    is_output = pipeline is None or build_run_spec(layout, pipeline.settings) == spec
+    is_output = pipeline is None or build_run_spec(layout, pin_champion(layout, pipeline.settings, False)) == spec
     with project.lock("train") if is_output else nullcontext():
         run = _open_run(layout, spec)
         try:
@@ -164,7 +165,7 @@ def profile_training(project: Project, steps: int) -> str:
         spec = build_run_spec(layout, settings)
         files.verify_sealed(layout.data, "data")
         # A training that is too short is refused before its worker loads the model for minutes.
-        lengths = token_files.read_lengths(layout.data, "train", settings.train.rows_per_example)
+        lengths = token_files.read_lengths(layout.data, "train", settings.train.objective)
         require_steps(BatchPlan(lengths, settings.train).steps)
         if settings.machine.replica is not None:
             print_message("a profile is not copied to machine.replica")

@@ -98,7 +98,7 @@ class ProjectLayout:
         self.admission = self.experiments / "admission.json"
         """Result of `ratchet doctor --require` on this machine; outside git and DVC."""
         self.start_adapters = self.experiments / "start_adapters.json"
-        """Commits of the adapters on the hub that train.init_adapter names without a commit; committed to git."""
+        """Adapters that train.init_adapter means by a branch of the hub, or by `champion`; committed to git."""
         self.test_set_uses = self.experiments / "test_set_uses.jsonl"
         """Uses of test sets: one JSON line per evaluated or judged model; committed to git."""
         self.experiment_uses = self.mlruns / "test_set_uses.jsonl"

@@ -133,6 +133,7 @@ def compute_largest_work(
         validation_rows=len(validation_sequences),
         validation_tokens=max(map(validation.count_tokens, validation_sequences), default=1),
         validation_learned_tokens=_count_trained_positions(validation, validation_sequences),
+        rows_per_example=1 if plan.batching == "packed" else answers,
     )
 
 

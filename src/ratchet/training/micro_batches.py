@@ -6,20 +6,19 @@ micro-batches left runs a pass over one row, and drops the gradient of that pass
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
 import torch
 
-from ratchet.config.train import PREFERENCE_STATISTICS
 from ratchet.data.batches import TokenRows, divide_sequences, split_micro_batches
 from ratchet.models import oom
 from ratchet.models.chunked_loss import ChunkedLoss
 from ratchet.models.loss import SequenceBatch, TeacherTargets
-from ratchet.models.preference_loss import PreferenceLoss
+from ratchet.models.preference_loss import STATISTIC_SUMS, PreferenceLoss, name_statistics
 from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader
 from ratchet.training.distributed import assign_shares
@@ -57,14 +56,14 @@ class PassResult:
     """Seconds that each rank spent on its own micro-batches, by rank."""
     correct_tokens: int = 0
     """Number of trained tokens that the model holds for the most likely ones, if they were counted."""
-    statistics: tuple[float, ...] = ()
-    """Means of PREFERENCE_STATISTICS over the pairs; empty for an objective without pairs."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """PREFERENCE_STATISTICS of the batch; empty for `sft`."""
 
 
 class BatchPass:
     """One pass over a batch of sequences, by all ranks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what is computed, for which step, and how much at once)
         self,
         context: TrainingContext,
         phase: Literal["train", "validation"],
@@ -72,23 +71,27 @@ class BatchPass:
         sequences: list[list[int]],
         budget: MicrobatchBudget,
         parameters: Sequence[torch.nn.Parameter],
+        *,
+        rows: TokenRows | None = None,
     ) -> None:
+        """`rows` has the rows of the sequences if they are not those of the phase; nothing is learned from them."""
         self._context, self._phase, self._step, self._parameters = context, phase, step, parameters
         self._rows: TokenRows = context.train_rows if phase == "train" else context.validation_rows
-        self._objective = context.settings.objective
-        self._divides_pairs = self._objective != "sft" and (
-            phase == "validation" or context.batch_plan.batching != "packed"
-        )
+        if rows is not None:
+            self._rows = rows
+        self._normalizes = phase == "train" and rows is None
+        answers = context.settings.rows_per_example
+        self._divides_pairs = answers == 2 and (phase == "validation" or context.batch_plan.batching != "packed")
         """Whether the two answers of a pair are rows of the batch; in a pack, they are parts of one row."""
         self.sequences = sequences
         self.input_tokens = sum(map(self._rows.count_tokens, sequences))
         self.trained_tokens = sum(map(self._rows.count_trained, sequences))
         self.loss_count = self.trained_tokens
-        """Number that the sum of the losses is divided by: trained tokens, or pairs."""
-        if self._objective != "sft":
-            self.loss_count = sum(map(len, sequences)) // 2
+        """Number that the sum of the losses is divided by: trained tokens, pairs, or labelled answers."""
+        if context.settings.objective != "sft":
+            self.loss_count = sum(map(len, sequences)) // answers
         lengths = [self._count_padded_tokens(sequence) for sequence in sequences]
-        self.loss_factor = context.faults.loss_factor(step) if phase == "train" else 1.0
+        self.loss_factor = context.faults.loss_factor(step) if self._normalizes else 1.0
         """Factor of the loss; 1 unless a fault is injected."""
         # Each rank gets at least one micro-batch if there are enough sequences.
         world_size, machine = context.ranks.environment.world_size, context.machine
@@ -101,7 +104,7 @@ class BatchPass:
         shares = assign_shares([micro_batch.padded_tokens for micro_batch in micro_batches], world_size)
         self._assigned = [[micro_batches[number] for number in numbers] for numbers in shares]
         self._loss, self._correct = 0.0, 0
-        self._statistics = torch.zeros(len(PREFERENCE_STATISTICS), dtype=torch.float64)
+        self._statistics = torch.zeros(STATISTIC_SUMS, dtype=torch.float64)
         self._failed: MicroBatch | None = None
         self._started_s = time.monotonic()
 
@@ -174,7 +177,7 @@ class BatchPass:
     def add_value(self, micro_batch: MicroBatch, value: float) -> None:
         """Add the loss of a micro-batch, in nats, to the sum."""
         if micro_batch.is_own:
-            self._loss += value / self.loss_count * self.loss_factor if self._phase == "train" else value
+            self._loss += value / self.loss_count * self.loss_factor if self._normalizes else value
 
     def gather(self) -> PassResult:
         """Combine the results of all ranks."""
@@ -183,10 +186,8 @@ class BatchPass:
         if failed and context.is_base_sharded:  # the other ranks wait inside the failed pass and cannot answer
             return PassResult(self._loss, False, rows, tokens, [])
         values = [self._loss, float(context.shutdown.is_requested), rows, tokens, time.monotonic() - self._started_s]
-        values.append(self._correct)
-        if self._objective != "sft":
-            values += (self._statistics / self.loss_count).tolist()
-        losses, stops, failed_rows, failed_tokens, busy_s, correct, *statistics = zip(
+        values += [self._correct, *self._statistics.tolist()]
+        losses, stops, failed_rows, failed_tokens, busy_s, correct, *sums = zip(
             *context.ranks.gather(values), strict=True
         )
         largest = max(range(len(losses)), key=lambda rank: failed_tokens[rank])
@@ -197,7 +198,7 @@ class BatchPass:
             failed_tokens=int(failed_tokens[largest]),
             busy_s=list(busy_s),
             correct_tokens=int(sum(correct)),
-            statistics=tuple(map(sum, statistics)),
+            statistics=name_statistics(list(map(sum, sums)), self.loss_count),
         )
 
     def _count_padded_tokens(self, sequence: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ratchet.config.settings import Settings
+from ratchet.config.train import Objective
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, TokenRows
 from ratchet.errors import SettingsError
@@ -94,13 +95,13 @@ def make_work_estimator(
     """
 
     @lru_cache(maxsize=2)
-    def load_rows(folder: Path, answers: int) -> tuple[TokenRows, TokenRows]:
-        return token_files.load_rows(folder, "train", answers), token_files.load_rows(folder, "validation", answers)
+    def load_rows(folder: Path, objective: Objective) -> tuple[TokenRows, TokenRows]:
+        return token_files.load_rows(folder, "train", objective), token_files.load_rows(folder, "validation", objective)
 
     def estimate_work(settings: Settings) -> MemoryWorkload:
         work = _assume_work(settings, device)
         if data is not None:
-            rows = load_rows(data, settings.train.rows_per_example)
+            rows = load_rows(data, settings.train.objective)
             with suppress(SettingsError):  # the longest rows would not fit into packs of this size
                 plan = BatchPlan(rows[0].lengths, settings.train)
                 work = _cut_to_max_length(
@@ -143,6 +144,7 @@ def _assume_work(settings: Settings, device: torch.device) -> MemoryWorkload:
         validation_tokens=validation_length,
         validation_learned_tokens=max(1, round(DEFAULT_TRAINED_SHARE * validation_length)),
         new_tokens=len(settings.base.added_tokens),
+        rows_per_example=1 if settings.train.batching == "packed" else settings.train.rows_per_example,
     )
 
 

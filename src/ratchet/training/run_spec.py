@@ -3,7 +3,9 @@
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.models import base_model, start_adapter, teacher_reference
-from ratchet.runs.directory import RunSpec, TrainingLaunchSpec
+from ratchet.models.start_adapter import PinnedStartAdapters, StartChampion
+from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
+from ratchet.runs.log import print_message
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -31,6 +33,50 @@ def resolve_train(layout: ProjectLayout, train: Train, data_digest: str, base_di
     """
     train, distillation_digest = teacher_reference.resolve_teacher(train, layout, data_digest)
     return start_adapter.resolve(layout, train, base_digest), distillation_digest
+
+
+def pin_champion(layout: ProjectLayout, settings: Settings, records: bool = True) -> Settings:
+    """Return the settings of stage train with the directory of an adapter for `train.init_adapter: champion`.
+
+    It is the adapter of the current champion. But a run that began with an earlier champion and is unfinished keeps
+    that one. With `records`, the champion is recorded for the run, and reported.
+
+    Raises:
+        DataError: there is no champion on this machine, or an earlier stage has not run.
+        SettingsError: its adapter does not fit the settings or the base.
+    """
+    if settings.train.init_adapter != start_adapter.CHAMPION:
+        return settings
+    plain = build_run_spec(layout, _start_from(settings, None))
+
+    def compute_run_id(champion: StartChampion) -> str:
+        train = plain.train.model_copy(update={"init_adapter": champion.digest})
+        return plain.model_copy(update={"train": train}).run_id
+
+    pinned = PinnedStartAdapters.load_if_present(layout)
+    unfinished = (
+        champion
+        for run_id, champion in pinned.champions.items()
+        if (run := RunPaths(layout.runs / run_id)).root.is_dir()
+        and not run.is_finished()
+        and compute_run_id(champion) == run_id
+    )
+    if (champion := next(unfinished, None)) is not None:
+        text = "resumes from the champion that it began with, version {}; `ratchet reset {}` starts it again"
+    else:
+        champion, text = start_adapter.read_champion_start(layout), "starts from the champion, version {}"
+    run_id = compute_run_id(champion)
+    settings = _start_from(settings, str(start_adapter.locate_champion(layout, champion).path))
+    start_adapter.resolve(layout, settings.train, plain.base_digest)  # refuses weights that do not fit
+    if records:
+        changes = {"champions": pinned.champions | {run_id: champion}, "latest_run": run_id}
+        pinned.model_copy(update=changes).save(layout.start_adapters)
+        print_message(f"run {run_id} {text.format(champion.version, run_id)}")
+    return settings
+
+
+def _start_from(settings: Settings, init_adapter: str | None) -> Settings:
+    return settings.model_copy(update={"train": settings.train.model_copy(update={"init_adapter": init_adapter})})
 
 
 def build_launch(layout: ProjectLayout, settings: Settings) -> TrainingLaunchSpec:

@@ -14,14 +14,13 @@ from typing import Literal
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from ratchet.config.train import PREFERENCE_STATISTICS
 from ratchet.data.batches import list_rows
 from ratchet.errors import DivergenceError, MemoryExhaustedError, NonFiniteStateError, PeersLostError
 from ratchet.models import adapters, oom
 from ratchet.models.chunked_loss import ChunkedLoss
 from ratchet.models.gradient_compression import GradientReducer
 from ratchet.models.loss import SequenceBatch, TeacherTargets
-from ratchet.models.preference_loss import Preference, PreferenceLoss
+from ratchet.models.preference_loss import LogRatios, Preference, PreferenceLoss
 from ratchet.runs.fault_injection.injection import Phase
 from ratchet.runs.journal import RunDecisions
 from ratchet.storage import digests
@@ -62,7 +61,8 @@ class StepExecutor:
         self.state = TrainState(loss_scale=context.initial_loss_scale)
         self.state_lock = threading.Lock()
         self.recorded = RunDecisions()
-        self._preference = Preference.from_settings(context.settings, context.model)  # before a checkpoint is restored
+        # Before a checkpoint is restored, because the reference is the model before its first step.
+        self._preference = Preference.from_settings(context.settings, context.model, context.train_rows)
         self._straggler_monitor = StragglerMonitor(context.journal)
         self._reducer: GradientReducer | None = None
         """Sums gradients over ranks. A single rank also has a reducer if gradients are compressed, because earlier
@@ -102,8 +102,7 @@ class StepExecutor:
         while True:  # repeat after out of memory, an overflow of the loss scale, or a loss or norm that is not finite
             self.optimizer.zero_grad(set_to_none=True)
             with tracer.watch() if tracer is not None and is_repeated else nullcontext():
-                batch_pass = self._compute_pass(number)
-            result = batch_pass.gather()
+                batch_pass, result = self._compute_pass(number)
             if result.is_stopped:
                 self.optimizer.zero_grad(set_to_none=True)
                 return
@@ -145,17 +144,22 @@ class StepExecutor:
                 self.optimizer.zero_grad(set_to_none=True)
             self._record_step(batch_pass, result, grad_norm, module_norms, learning_rate, started_s)
 
-    def _compute_pass(self, number: int) -> BatchPass:
-        """Add the gradients of this rank's micro-batches of a step (from 1) to the parameters' gradients."""
+    def _compute_pass(self, number: int) -> tuple[BatchPass, PassResult]:
+        """Add the gradients of this rank's micro-batches of a step (from 1) to the parameters' gradients; return the
+        pass with the result of all ranks."""
         context = self.context
         seed = optimizer.step_seed(context.settings.seed, number - 1, context.ranks.environment.rank)
         if context.group is None:
             torch.manual_seed(seed)
         else:
             context.group.seed(seed)
-        context.model.train()
         with context.spans.measure("data"):
             sequences = self.plan.batch(number - 1)
+        divergence, incomplete = self._estimate_divergence("train", number, sequences)
+        if incomplete is not None:
+            return incomplete
+        context.model.train()
+        with context.spans.measure("data"):
             batch_pass = BatchPass(context, "train", number, sequences, self.state.budget, self.parameters)
         for micro_batch in batch_pass.micro_batches():
             with batch_pass.catch_out_of_memory(micro_batch):
@@ -166,10 +170,37 @@ class StepExecutor:
                 if context.group is not None:
                     batch_pass.add_value(micro_batch, context.group.forward_backward(batch, scale, targets))
                     continue
-                loss = self._compute_loss(batch, scale, targets)
+                loss = self._compute_loss(batch, scale, targets, divergence=divergence)
                 loss.backward()
                 batch_pass.add_loss(micro_batch, loss)
-        return batch_pass
+        return batch_pass, batch_pass.gather()
+
+    def _estimate_divergence(
+        self, phase: Literal["train", "validation"], step: int, sequences: list[list[int]]
+    ) -> tuple[float, tuple[BatchPass, PassResult] | None]:
+        """Estimate the divergence in the loss of `kto` (preference_loss.py) on all rows of a batch, by all ranks.
+
+        Return it in nats, 0 for other objectives; and, if memory ran out or a stop is requested, the incomplete pass.
+        """
+        context, preference = self.context, self._preference
+        if preference is None or preference.weights is None or preference.reference is None:
+            return 0.0, None
+        rows = context.train_rows if phase == "train" else context.validation_rows
+        with context.spans.measure("data"):
+            mismatched = rows.mismatch([row for sequence in sequences for row in sequence])
+            singles = [[row] for row in range(len(mismatched))]
+            batch_pass = BatchPass(context, phase, step, singles, self._budget(phase), self.parameters, rows=mismatched)
+        context.model.eval()
+        with torch.no_grad():
+            for micro_batch in batch_pass.micro_batches():
+                with batch_pass.catch_out_of_memory(micro_batch):
+                    batch = batch_pass.load(micro_batch)
+                    ratios = LogRatios(context.model, batch, preference.reference, context.spans.measure)
+                    batch_pass.add_loss(micro_batch, ratios)
+        result = batch_pass.gather()
+        if result.is_stopped or result.failed_rows:
+            return 0.0, (batch_pass, result)
+        return max(0.0, result.loss / len(mismatched)), None
 
     def _compute_loss(
         self,
@@ -177,12 +208,13 @@ class StepExecutor:
         scale: float | None,
         targets: TeacherTargets | None = None,
         counts_correct: bool = False,
+        divergence: float = 0.0,
     ) -> ChunkedLoss:
         """Run the forward pass of a micro-batch; without a `scale`, only its loss is computed, and with
-        `counts_correct` its number of correct tokens."""
+        `counts_correct` its number of correct tokens. `divergence` is that of the batch, for `kto`."""
         model, measure = self.context.model, self.context.spans.measure
         if self._preference is not None:
-            return PreferenceLoss(model, batch, scale, self._preference, measure)
+            return PreferenceLoss(model, batch, scale, self._preference, measure, divergence)
         return ChunkedLoss(model, batch, scale, targets, measure, counts_correct)
 
     def _describe_origin(self, tracer: NonFiniteTracer | None, norms: dict[str, float]) -> str:
@@ -198,7 +230,7 @@ class StepExecutor:
     def compute_gradients(self, number: int) -> None:
         """Compute the gradient of a step (from 1) without applying it, for measurements. Raises MemoryExhaustedError if
         a micro-batch does not fit into memory."""
-        if failed_tokens := self._compute_pass(number).gather().failed_tokens:
+        if failed_tokens := self._compute_pass(number)[1].failed_tokens:
             raise MemoryExhaustedError(f"a micro-batch of {failed_tokens} tokens does not fit into memory")
         self._reduce_gradients()
 
@@ -243,8 +275,7 @@ class StepExecutor:
         context.journal.append(
             "step", step=number, loss=result.loss, learning_rate=learning_rate, grad_norm=grad_norm,
             trained_tokens=batch_pass.trained_tokens, input_tokens=batch_pass.input_tokens,
-            batch=digests.hash_json(batch_pass.sequences)[: digests.SHORT], step_s=step_s,
-            **_name_statistics(result),
+            batch=digests.hash_json(batch_pass.sequences)[: digests.SHORT], step_s=step_s, **result.statistics,
         )  # fmt: skip
         self._straggler_monitor.add(number, step_s, result.busy_s)
         if self.state.budget.grown and self.state.budget.good_steps == 0:
@@ -320,17 +351,7 @@ class StepExecutor:
         needs_accuracy = "token_accuracy" in stopping.metrics
         has_shrunk = False
         while True:
-            batch_pass = BatchPass(
-                self.context, "validation", step, sequences, self.state.validation_budget, self.parameters
-            )
-            with torch.no_grad():
-                for micro_batch in batch_pass.micro_batches():
-                    with batch_pass.catch_out_of_memory(micro_batch):
-                        batch = batch_pass.load(micro_batch)
-                        with self.context.computing():
-                            loss = self._compute_loss(batch, None, counts_correct=needs_accuracy)
-                        batch_pass.add_loss(micro_batch, loss)
-            result = batch_pass.gather()
+            batch_pass, result = self._validate_rows(step, sequences, needs_accuracy)
             if result.is_stopped:
                 return None
             if not result.failed_rows:
@@ -357,10 +378,29 @@ class StepExecutor:
         )
         self.context.journal.append(
             "validation", step=step, loss=mean_loss, improved=is_best, tokens=batch_pass.trained_tokens,
-            seconds=round(time.monotonic() - started_s, 4), **_name_statistics(result),
+            seconds=round(time.monotonic() - started_s, 4), **result.statistics,
             **({"token_accuracy": accuracy} if needs_accuracy else {}),
         )  # fmt: skip
         return is_best
+
+    def _validate_rows(
+        self, step: int, sequences: list[list[int]], counts_correct: bool
+    ) -> tuple[BatchPass, PassResult]:
+        """Compute the losses of the validation rows; return the pass with the result of all ranks."""
+        divergence, incomplete = self._estimate_divergence("validation", step, sequences)
+        if incomplete is not None:
+            return incomplete
+        batch_pass = BatchPass(
+            self.context, "validation", step, sequences, self.state.validation_budget, self.parameters
+        )
+        with torch.no_grad():
+            for micro_batch in batch_pass.micro_batches():
+                with batch_pass.catch_out_of_memory(micro_batch):
+                    batch = batch_pass.load(micro_batch)
+                    with self.context.computing():
+                        loss = self._compute_loss(batch, None, counts_correct=counts_correct, divergence=divergence)
+                    batch_pass.add_loss(micro_batch, loss)
+        return batch_pass, batch_pass.gather()
 
     # Snapshots.
 
@@ -537,10 +577,7 @@ class StepExecutor:
         settings, machine = self.context.settings, self.context.machine
         is_packed = settings.batching == "packed"
         longest = settings.pack_tokens if is_packed else int(self.context.train_rows.lengths.max())
-        largest = machine.micro_batch_size * longest
+        rows = machine.micro_batch_size * (1 if is_packed else settings.rows_per_example)
+        largest = rows * longest
         limit = machine.micro_batch_tokens
         return largest if limit is None else min(largest, max(longest, limit))
-
-
-def _name_statistics(result: PassResult) -> dict[str, float]:
-    return dict(zip(PREFERENCE_STATISTICS, result.statistics, strict=True)) if result.statistics else {}

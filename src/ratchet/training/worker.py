@@ -195,8 +195,8 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     base_model.verify_files(base_path, launch.base.files)
     data = Path(launch.data_path)
     files.verify_sealed(data, "data")
-    answers = spec.train.rows_per_example
-    train_rows, validation_rows = (token_files.load_rows(data, split, answers) for split in ("train", "validation"))
+    objective = spec.train.objective
+    train_rows, validation_rows = (token_files.load_rows(data, split, objective) for split in ("train", "validation"))
     plan = BatchPlan(train_rows.lengths, spec.train)
     teacher: TeacherShardReader | OnlineTeacherReader | None = None
     if spec.distillation_digest and launch.distillation_path:

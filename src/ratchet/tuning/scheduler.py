@@ -110,7 +110,7 @@ class TrialScheduler:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each training row; with two rows for each pair of answers."""
-        return token_files.read_lengths(self.layout.data, "train", self.settings.train.rows_per_example)
+        return token_files.read_lengths(self.layout.data, "train", self.settings.train.objective)
 
     @property
     def examples(self) -> int:

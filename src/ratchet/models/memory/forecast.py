@@ -85,23 +85,26 @@ class MemoryWorkload:
     """Teacher that is also in memory and evaluates every micro-batch (train.distill)."""
     reserved_bytes: int = 0
     """Bytes that are reserved for other trainings of the same process."""
+    rows_per_example: int = 1
+    """2 if the two answers of a pair are rows, which are computed together."""
 
     def single_row(self) -> "MemoryWorkload":
-        """Return the workload with one row at a time."""
-        return replace(self, rows=1, validation_rows=min(1, self.validation_rows))
+        """Return the workload with one row, or one pair of answers, at a time."""
+        rows = self.rows_per_example
+        return replace(self, rows=rows, validation_rows=min(rows, self.validation_rows))
 
-    def count_step_rows(self, batch_rows: int) -> int:
-        """Return the largest number of rows that one rank computes in a step of `batch_rows` rows."""
-        return -(-batch_rows // self.ranks)
+    def count_step_rows(self, batch_size: int) -> int:
+        """Return the largest number of rows that one rank computes in a step (train.batch_size)."""
+        return -(-batch_size // self.ranks) * self.rows_per_example
 
-    def on_ranks(self, ranks: int, local_ranks: int, batch_rows: int) -> "MemoryWorkload":
+    def on_ranks(self, ranks: int, local_ranks: int, batch_size: int) -> "MemoryWorkload":
         """Return the workload of one rank: its micro-batch is not larger than its part of a step.
 
         Args:
             local_ranks: ranks that share this machine's memory; 1 if each has a GPU.
         """
         workload = replace(self, ranks=ranks, local_ranks=local_ranks)
-        return replace(workload, rows=min(self.rows, workload.count_step_rows(batch_rows)))
+        return replace(workload, rows=min(self.rows, workload.count_step_rows(batch_size)))
 
 
 def forecast(spec: ModelSpec, settings: Train, machine: Machine, work: MemoryWorkload) -> MemoryForecast:
@@ -168,6 +171,8 @@ class MemoryForecastBuilder:
     def forecast(self) -> MemoryForecast:
         """Compute the forecast."""
         at_rest = self._weight_parts() | {"adapters": self.adapters}
+        if self.settings.has_reference:
+            at_rest |= {"reference": self.gradients}  # a copy of the trained weights has the size of their gradients
         with_optimizer = at_rest | {"optimizer": self.optimizer, "communication": self.communication.held_bytes}
         with_snapshots = with_optimizer if self.on_gpu else with_optimizer | {"snapshots": self._snapshot_bytes()}
         first, steady, evaluation = self._trace_phases()
@@ -424,7 +429,8 @@ def find_largest_sizes(
     def compute_needed(workload: MemoryWorkload) -> int:
         return builder.with_work(workload).forecast().needed_bytes(work.local_ranks)
 
-    def with_rows(rows: int) -> int:
+    def with_examples(count: int) -> int:
+        rows = count * work.rows_per_example
         return compute_needed(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
 
     def with_tokens(tokens: int) -> int:
@@ -443,8 +449,9 @@ def find_largest_sizes(
     chosen = targets.choose(spec.layers, settings.target_modules, spec.others)
     longest = getattr(spec.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
     search = partial(_search_greatest_fitting, start_bytes=needed_bytes, available_bytes=available_bytes)
+    examples, most = work.rows // work.rows_per_example, work.count_step_rows(settings.batch_size)
     return LargestFittingSizes(
-        micro_batch_size=search(with_rows, start=work.rows, limit=work.count_step_rows(settings.batch_size)),
+        micro_batch_size=search(with_examples, start=examples, limit=most // work.rows_per_example),
         row_tokens=search(with_tokens, start=work.row_tokens, limit=int(longest), minimum=2, tolerance=0.01),
         rank=search(with_rank, start=settings.rank, limit=min(min(layer.inputs, layer.outputs) for layer in chosen)),
     )

@@ -205,7 +205,9 @@ class DatasetCard(Record):
     near_duplicates: NearDuplicateReport | None = None
     semantic_duplicates: NearDuplicateReport | None = None
     pairs: PairReport | None = None
-    """None unless prepare.task is preferences."""
+    """None unless the rows have a chosen and a rejected answer."""
+    desirable_rows: int | None = None
+    """Number of training rows whose answer is labelled true; None for rows without a label."""
     leaks: dict[str, LeakageReport] = Field(default_factory=dict)
     """Overlap by evaluation set."""
     truncated: dict[str, TruncationReport] = Field(default_factory=dict)

@@ -342,9 +342,10 @@ class ValidationLaunch(Record):
                 f"metric accuracy is the share of correct labels, but prepare.task is {card.task}; use exact_match or "
                 "token_f1"
             )
-        if PREFERENCE_ACCURACY in self.job.metrics and card.task != "preferences":
+        if PREFERENCE_ACCURACY in self.job.metrics and card.pairs is None:
+            found = f"prepare.task is {card.task}" if card.desirable_rows is None else "these rows have one answer each"
             raise SettingsError(
-                f"metric preference_accuracy compares chosen and rejected answers, but prepare.task is {card.task}"
+                f"metric preference_accuracy compares chosen and rejected answers, but {found}; use validation_loss"
             )
         if self.job.rows < 0 or not self.job.metrics:
             raise SettingsError(
