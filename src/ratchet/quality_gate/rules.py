@@ -195,7 +195,7 @@ def _describe_required_samples(required: int | None, comparison: ModelComparison
         return _describe_required_rows(required)
     if not required:
         return "more judgements are required"
-    return f"about {required - comparison.n:,} more judgements are required, each of another row"
+    return f"about {required - comparison.n:,} more judgements, of other rows, are required"
 
 
 def _describe_required_rows(required: int | None) -> str:

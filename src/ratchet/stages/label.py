@@ -171,17 +171,17 @@ def open_task(project: Project, names: tuple[str, str], prompts: Path | None = N
     first, second = (_open_side(project, name, prompts, are_test_rows) for name in names)
     if first.digest == second.digest:
         raise SettingsError(f"{names[0]} and {names[1]} are the same; name two different models or files")
-    common = [key for key in first.prompts if key in second.prompts]
-    if not common:
+    shared = [key for key in first.prompts if key in second.prompts]
+    if not shared:
         examples = (next(iter(side.prompts.values())).conversation.prompt[:60] for side in (first, second))
         raise DataError(
             f"{names[0]} and {names[1]} have no prompt in common (first prompts: "
             f"{' and '.join(map(repr, examples))}); generate both from the same prompts"
         )
-    differing = [key for key in common if differ(first.prompts[key].answer, second.prompts[key].answer)]
+    differing = [key for key in shared if differ(first.prompts[key].answer, second.prompts[key].answer)]
     if not differing:
         raise DataError(
-            f"{names[0]} and {names[1]} give equal answers to all {len(common):,} prompts: nothing to judge"
+            f"{names[0]} and {names[1]} give equal answers to all {len(shared):,} prompts: nothing to judge"
         )
     samples = make_samples(
         (first.digest, second.digest),
@@ -197,13 +197,13 @@ def open_task(project: Project, names: tuple[str, str], prompts: Path | None = N
     )
     sides = (
         LabelSideReport(
-            name=side.name, digest=side.digest, answers=len(side.prompts), unmatched=len(side.prompts) - len(common)
+            name=side.name, digest=side.digest, answers=len(side.prompts), unmatched=len(side.prompts) - len(shared)
         )
         for side in (first, second)
     )
     judges = _read_judges(project.layout, first.role, second.role) if are_test_rows else {}
     one, other = sides
-    return LabelTask((one, other), samples, len(common) - len(differing), are_test_rows, judges)
+    return LabelTask((one, other), samples, len(shared) - len(differing), are_test_rows, judges)
 
 
 def _is_file(name: str) -> bool:
