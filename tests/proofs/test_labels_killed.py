@@ -17,7 +17,7 @@ KILLS_BEFORE, KILLS_DURING = {7, 23, 24}, {12, 30, 41}
 
 def test_fifty_judgements_outlive_the_server(project: ProjectLayout, chrome: Any) -> None:
     write_answers(project, COUNT + 2, equal=2)
-    options = ("--port", str(free_port()), "--rater", "ann")
+    options = ("a.jsonl", "b.jsonl", "--port", str(free_port()), "--rater", "ann")
     server = LabelProcess(project, *options)
     shown = []
     try:

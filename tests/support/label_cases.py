@@ -27,11 +27,11 @@ def write_answers(layout: ProjectLayout, count: int, equal: int = 0) -> None:
 
 
 class LabelProcess:
-    """A process of `ratchet label a.jsonl b.jsonl`."""
+    """A process of `ratchet label`."""
 
-    def __init__(self, layout: ProjectLayout, *options: str) -> None:
+    def __init__(self, layout: ProjectLayout, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ratchet", "label", "a.jsonl", "b.jsonl", *options],
+            [sys.executable, "-m", "ratchet", "label", *arguments],
             cwd=layout.root, env=tiny_project.environment(), text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
