@@ -115,6 +115,17 @@ def test_a_judge_is_compared_with_people() -> None:
     assert judge.people_length_bias.value == pytest.approx(5 / 9 - 0.5)
 
 
+def test_raters_who_always_agree_leave_uncertainty() -> None:
+    about, log = task(30), JudgementLog()
+    for rater in ("ann", "bob"):
+        add(log, about, rater, "AB" * 15)  # always the longer answer
+    report = compute_report(about, log, seed=0)
+    assert report.length_bias is not None and report.length_bias.n == 60
+    assert (report.length_bias.value, report.length_bias.high) == (0.5, 0.5)
+    assert report.length_bias.low == pytest.approx(30 / (30 + 1.96**2) - 0.5, abs=1e-3)
+    assert report.agreements[0].kappa is not None and report.agreements[0].kappa.value == 1.0
+
+
 def test_pairs_are_made_where_all_raters_prefer_the_same_answer() -> None:
     about, log = task(6), JudgementLog()
     add(log, about, "ann", "ABtAts")

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +25,15 @@ from ratchet.config.settings import Settings
 from ratchet.data.conversation import SourceRow
 from ratchet.data.sources import SourceReader
 from ratchet.errors import DataError, SettingsError
-from ratchet.quality_gate.evidence import read_evidence
+from ratchet.quality_gate.evidence import read_evidence, read_rows
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
-from ratchet.stages.label import open_task
+from ratchet.stages.label import TOKEN_VARIABLE, label, label_results, open_task
 from ratchet.stages.label_server import LabelServer, LabelSession
 from ratchet.stages.project import Project
+from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import EvaluationReport, JudgeReport, judge_file
 
 Reply = tuple[int, dict[str, Any]]
 
@@ -226,6 +230,46 @@ def test_models_of_the_evaluation_are_judged_for_the_gate(
     judge_all(project, ("candidate", "base"), "base")
     assert main(["--project", str(project.root), "label", "champion", "candidate", "--results"]) == 0
     assert "champion against candidate: 60 of 60 prompts judged\n" in capsys.readouterr().out
+
+
+def test_judges_of_the_evaluation_are_compared_with_people(project: ProjectLayout) -> None:
+    """Check with two judges of the same name: the first agrees with people, the second prefers the base."""
+    cases.write(project, evidence({"base": {"accuracy": right(15, 30)}, "candidate": {"accuracy": right(20, 30)}}))
+    ids = [row.id for row in read_rows(project)]
+    judge = JudgeReport(
+        model="llama", base_url="http://127.0.0.1:1/v1", rubric_digest="0" * 64, candidate="candidate", comparisons={},
+        questions=1, requests=1, prompt_tokens=None, tokens=None, cost=None,
+    )  # fmt: skip
+    report = EvaluationReport.load(project.eval_report)
+    judge = judge.model_copy(update={"additional_judges": (judge,)})
+    with files.sealed_directory(project.evaluate, "evaluation") as scratch:
+        ignored = shutil.ignore_patterns(files.MANIFEST)
+        shutil.copytree(project.evaluate, scratch, dirs_exist_ok=True, ignore=ignored)
+        report.model_copy(update={"judge_report": judge}).save(scratch / project.eval_report.name)
+        lines = [
+            {"id": id, "score": None if number == 0 else 1.0, "additional_judges": [{"score": 0.25}]}
+            for number, id in enumerate(ids)
+        ]
+        base.write_lines(scratch / judge_file("base"), lines)
+    judge_all(project, ("base", "candidate"), "candidate")
+    for sides, rates in ((("candidate", "base"), (1.0, 0.0)), (("base", "candidate"), (0.0, 1.0))):
+        first, second = label_results(Project(project.root), sides).judges
+        assert (first.judge, first.agreement.value, first.agreement.n) == ("llama", 1.0, 29)
+        assert (second.judge, second.agreement.value, second.agreement.n) == ("llama (2)", 0.0, 30)
+        assert (first.win_rate.value, second.win_rate.value) == rates
+
+
+def test_a_port_in_use_is_refused(project: ProjectLayout) -> None:
+    write_answers(project, 2)
+    with served(project) as server, pytest.raises(SettingsError, match=f"--port {server.server_port}: Address already"):
+        label(Project(project.root), names(project), port=server.server_port)
+
+
+def test_a_short_token_is_refused(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_answers(project, 2)
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with pytest.raises(SettingsError, match="RATCHET_LABEL_TOKEN: found 6 characters; expected at least 16"):
+        label(Project(project.root), names(project), host="0.0.0.0")  # noqa: S104
 
 
 def test_pairs_are_read_by_prepare(project: ProjectLayout, capsys: pytest.CaptureFixture[str], calm: None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
+from ratchet.quality_gate.statistics import wilson_bounds
 from ratchet.storage.records.evaluation import MetricValue
 
 SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
@@ -137,12 +138,18 @@ def share_beyond_half(hits: Sequence[float], groups: Sequence[str], noun: str, s
 
 
 def _mean_share(shares: Sequence[float], groups: Sequence[str], seed: int) -> tuple[float, float, float] | None:
-    """Compute the mean of shares of a pair with its interval: the paired interval of share and rest, scaled to 0..1."""
+    """Compute the mean of shares of a pair with its interval: the paired interval of share and rest, scaled to 0..1.
+
+    If the shares of all groups are equal, a resample cannot differ, so the interval is Wilson's of as many samples.
+    """
     if not shares:
         return None
     pairs = PairedScores(shares, [1 - share for share in shares], "higher", groups=groups)
     result = paired_test.compare(pairs, 0.0, make_interval_plan(seed))
     value, low, high = ((1 + estimate) / 2 for estimate in (result.difference, result.low, result.high))
+    if low == high:
+        count = result.groups or result.n
+        low, high = wilson_bounds(value * count, count, 0.975)
     return value, max(0.0, low), min(1.0, high)
 
 

@@ -306,7 +306,7 @@ def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> 
 def _match_preference(evidence: GateEvidence, reference: Reference) -> MatchedScores:
     """Pair the judgements for the candidate with those for the reference: 1 and 0 if people prefer the candidate.
 
-    If no two raters disagree in degree, ties are 0 for both models, so that the exact tests of right and wrong apply.
+    If each row is a win, a loss or a tie, a tie is 0 for both models, so that the tests of right and wrong apply.
     """
     preference = evidence.human_preferences.get(_resolve_reference(evidence, reference))
     if preference is None:

@@ -100,11 +100,11 @@
       if (event.key === "Escape") get("note").blur();
       return;
     }
-    if (event.key === "n") {
+    if (event.key.toLowerCase() === "n") {
       get("note").focus();
       event.preventDefault();
-    } else if (keys[event.key]) {
-      choose(keys[event.key]);
+    } else if (keys[event.key.toLowerCase()]) {
+      choose(keys[event.key.toLowerCase()]);
       event.preventDefault();
     }
   });
