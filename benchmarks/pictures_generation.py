@@ -1,10 +1,10 @@
-"""Takes screenshots of generations: a stream with separate reasoning, a chat, the live screen. Part of pictures.py.
+"""Takes screenshots of generations: a stream, a chat, the live screen, the judgement of answers. Part of pictures.py.
 
     python benchmarks/pictures_generation.py [--target FOLDER]
 
 The script takes half a minute. The screens are real. The model of the live screen (with random weights) and its figures
-are real, too. For the stream and the chat, a server on loopback sends scripted answers, because models as small as
-those of the benchmarks do not reason.
+are real, too. For the stream and the chat, a server on loopback sends scripted answers, and the judged answers are
+scripted, because models as small as those of the benchmarks do not reason.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pictures_terminal import Screen, screen
 
 import generations
 from chromium import browser, find
+from label_cases import LabelProcess
 from ratchet.config.machine import EndpointSettings
 from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout
@@ -54,6 +55,21 @@ SAID = {
 }
 
 
+JUDGED = {
+    "champion.jsonl": (
+        "We are sorry. Parcels are sometimes late. Please wait a few more days and look at the tracking page again.",
+        "Please send us your invoice.",
+    ),
+    "candidate.jsonl": (
+        "I am sorry about the wait. Three days without a scan usually means a damaged label. I have asked the carrier "
+        "to look for your parcel, and you will hear from us by tomorrow noon.",
+        "The second charge is being returned; it takes three to five working days.",
+    ),
+}
+"""Answers of two models to QUESTIONS, by file."""
+LABEL_SIZE = (900, 520)
+
+
 def answer(body: JSON, number: int) -> Said:
     """Return the server's answer to a question, word by word."""
     asked = str(body["messages"][-1]["content"])
@@ -69,7 +85,7 @@ def words(text: str) -> Iterator[str]:
 
 
 def take(drawn: Browser, scratch: Path, target: Path) -> None:
-    """Take the three screenshots."""
+    """Take the four screenshots."""
     settings = generations.with_generate(max_new_tokens=400)
     machine = settings.machine.model_copy(update={"endpoint": EndpointSettings(), "threads": 2})
     settings = settings.model_copy(update={"machine": machine})
@@ -79,6 +95,7 @@ def take(drawn: Browser, scratch: Path, target: Path) -> None:
         _stream(layout, model, drawn, scratch, target)
         _chat(layout, model, drawn, scratch, target)
     _live(layout, settings, drawn, scratch, target)
+    _label(layout, drawn, target)
 
 
 def _stream(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
@@ -108,6 +125,16 @@ def _live(layout: ProjectLayout, settings: Settings, drawn: Browser, scratch: Pa
     with _on_screen(scratch, layout, *words) as terminal:
         terminal.until(lambda: share(terminal.text()) >= SHOWN_AT, "too few answers", PATIENCE_S)
         _picture(terminal, drawn, scratch, target / "generation.png")
+
+
+def _label(layout: ProjectLayout, drawn: Browser, target: Path) -> None:
+    for name, answers in JUDGED.items():
+        rows = [{"prompt": text, "answer": said} for text, said in zip(QUESTIONS, answers, strict=True)]
+        (layout.root / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    with LabelProcess(layout, *JUDGED, "--port", "0", "--rater", "Ann") as server, Tab(drawn, LABEL_SIZE) as tab:
+        pictures_pages.opened(tab, server.address)
+        pictures_pages.until(tab, "document.querySelector('#answers p').textContent")
+        pictures_pages.window(tab, target / "label.png")
 
 
 def share(text: str) -> float:

@@ -112,7 +112,8 @@ def pipeline(folder: Path, real: bool) -> Path:
                 inside = out if out.suffix else out / "out.txt"
                 inside.parent.mkdir(parents=True, exist_ok=True)
                 inside.write_text(f"{out}", encoding="utf-8")
-        shutil.copyfile(ROOT / "experiments" / "champion.json", folder / "experiments" / "champion.json")
+        for name in ("champion.json", "judgements.jsonl"):
+            shutil.copyfile(ROOT / "experiments" / name, folder / "experiments" / name)
     else:
         text = "stages:\n"
         for number in range(STAGE_COUNT):

@@ -60,7 +60,7 @@ def test_every_command_has_the_shared_flags() -> None:
     required = {
         "init": ["d", "--data", "f"], "deploy": ["d"], "adapters": ["d", "a=b"], "compare": ["a"], "verify": ["p"],
         "generate": ["f"],
-        "select": ["a", "--output", "o"], "completion": ["bash"],
+        "select": ["a", "--output", "o"], "label": ["a", "b"], "completion": ["bash"],
         "push": ["owner/name"], "submit": ["--attempts", "0"], "work": ["--on-idle", "true"], "queue": ["--retry", "1"],
     }  # fmt: skip
     for name in COMMANDS:
@@ -133,7 +133,7 @@ FAILURES = {
     "sweep": ["--report"], "evaluate": [], "export": [], "gate": [], "promote": [], "rollback": [],
     "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"],
     "generate": ["missing.jsonl", "--output", "o.jsonl"],
-    "select": ["missing.jsonl", "--output", "o.jsonl"], "forecast": ["--memory", "much"],
+    "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],
     "push": ["owner/name"], "submit": ["--attempts", "0"], "work": ["--on-idle", "true"], "queue": ["--retry", "1"],
     "report": ["nothing"], "verify": ["missing"], "reset": ["nothing"], "chaos": ["--faults", "nothing"],

@@ -45,6 +45,7 @@ def create_clone(root: Path, decision: str, mlflow_template: Path) -> ProjectLay
     gate_cases.write(layout, gate_cases.with_report(found, contracts={"k1": no_tasks}))
     stages = yaml.safe_load(Path(init.__file__).with_name("dvc_template.yaml").read_text(encoding="utf-8"))["stages"]
     (layout.root / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"gate": stages["gate"]}}), encoding="utf-8")
+    layout.judgements.touch()
     (layout.root / ".gitignore").write_text("/mlruns\n", encoding="utf-8")
     for command in (
         "git init -q", "dvc init -q", f"dvc remote add -q -d storage {root}/remote",

@@ -39,7 +39,8 @@ def test_a_script_takes_the_bundled_project_from_rows_to_a_promoted_model(tmp_pa
     for name in ("raw", "text", "tasks"):
         shutil.copytree(ROOT / "data" / name, project / "data" / name)
     (project / "experiments").mkdir()
-    shutil.copy(ROOT / "experiments" / "champion.json", project / "experiments")
+    for name in ("champion.json", "judgements.jsonl"):
+        shutil.copy(ROOT / "experiments" / name, project / "experiments")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=tiny_project.environment(), capture_output=True, text=True,
         check=False,

@@ -26,10 +26,10 @@ def table(page: str, name: str, number: int = 0) -> list[list[str]]:
     return [[heard(cell) for cell in row] for row in body]
 
 
-def undecided(figures: tuple[float, ...], n: int, **more: Any) -> RuleResult:
-    """Build an undecided result of an accuracy rule against the champion, with these figures."""
-    found = compared("accuracy", "champion", figures, n, **more)
-    return RuleResult(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
+def undecided(figures: tuple[float, ...], n: int, metric: str = "accuracy", **more: Any) -> RuleResult:
+    """Build an undecided result of a rule against the champion, with these figures."""
+    found = compared(metric, "champion", figures, n, **more)
+    return RuleResult(rule="must_not_regress", metric=metric, outcome="undecided", text="-", comparisons=(found,))
 
 
 def pairing(made: Case, metric: str, against: str) -> sample_browser.PairedSampleScores:
@@ -125,8 +125,9 @@ def test_every_decision_has_a_shape_and_words_of_its_own(decision: str, tmp_path
     assert [name for name, start in others.items() if any(str(one).startswith(start) for one in outlines)] == [decision]
 
 
-def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tmp_path: Path) -> None:
-    reason = undecided((0.02, -0.04, 0.06, -0.02, 0.03), 40, better=3, worse=1)
+@pytest.mark.parametrize("metric", ["accuracy", "human_preference"])
+def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(metric: str, tmp_path: Path) -> None:
+    reason = undecided((0.02, -0.04, 0.06, -0.02, 0.03), 40, metric, better=3, worse=1)
     written = changed(case(12), reasons=(reason,)).write(tmp_path / "gate.html")
     strip = next(one for one in section(written, "comparisons").iter("svg") if one.get("class") == "strip")
 
@@ -144,7 +145,7 @@ def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tm
     assert (at(seen.get("x")), at(seen.get("width"))) == pytest.approx((share(-0.03), 100 * 0.06 / 0.11), abs=0.01)
     assert at([one.get("x") for one in strip.iter("svg")][-1]) == pytest.approx(share(0.02), abs=0.01)
     assert strip.get("aria-label") == (
-        "accuracy against champion: +2.00 percentage points, bounds \u22124.00 and +6.00, threshold \u22122.00; "
+        f"{metric} against champion: +2.00 percentage points, bounds \u22124.00 and +6.00, threshold \u22122.00; "
         "the rule undecided"
     )
 

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 """Timeout in seconds. A browser that does not answer for this long counts as broken."""
 KEYS = {
     "Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, ""),
-    "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""),
+    "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""), "Escape": (27, ""),
 }  # fmt: skip
 
 
@@ -133,17 +133,21 @@ class Tab:
         """Send a command to this page."""
         return self._browser.call(method, self._session, **parameters)
 
-    def open(self, file: Path) -> None:
-        """Load a file and wait until it is loaded."""
+    def open(self, file: Path | str) -> None:
+        """Load a file or an address, and wait until it is loaded."""
         self._browser.events.clear()
-        self.call("Page.navigate", url=file.as_uri())
+        self.call("Page.navigate", url=file if isinstance(file, str) else file.as_uri())
         self._browser.wait("Page.loadEventFired")
 
     def wait_for_charts(self) -> None:
         """Wait until the page's script has drawn all charts."""
+        self.wait_for("document.documentElement.dataset.drawn")
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until a JavaScript condition holds."""
         end = time.monotonic() + WAIT_S
-        while not self.ask("document.documentElement.dataset.drawn"):
-            assert time.monotonic() < end, f"the charts are not drawn: {self.complaints()}"
+        while not self.ask(condition):
+            assert time.monotonic() < end, f"{condition} does not hold: {self.complaints()}"
             time.sleep(0.02)
 
     def requests(self) -> list[str]:
@@ -187,8 +191,8 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        """Press a key of the keyboard. The focused element receives it."""
-        code, text = KEYS[key]
+        """Press a key of the keyboard: a name in KEYS, or a letter or digit. The focused element receives it."""
+        code, text = KEYS.get(key) or (ord(key.upper()), key)
         more = {"text": text} if text else {}
         names = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", **names, **more)

@@ -18,7 +18,7 @@ from ratchet.config.settings import Settings
 from ratchet.data.conversation import Conversation, Message, extract_text
 from ratchet.errors import SettingsError
 from ratchet.evaluation.evaluator import EvaluationResult, Progress
-from ratchet.evaluation.metrics import krippendorff_alpha, make_interval_plan, proportion_metric
+from ratchet.evaluation.metrics import krippendorff_alpha, proportion_metric, share_beyond_half, win_rate_metric
 from ratchet.evaluation.rows import TestRows, read_task_text
 from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models.runtimes.openai_client import (
@@ -28,8 +28,6 @@ from ratchet.models.runtimes.openai_client import (
     SamplingOptions,
     ServedModel,
 )
-from ratchet.quality_gate import paired_test
-from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.progress import report_progress
@@ -285,7 +283,7 @@ def _compute_panel(
         if scores:
             means.append(math.fsum(scores) / len(scores))
             groups.append(_group_name(rows, number))
-    rate = _make_win_rate(means, groups, make_interval_plan(seed))
+    rate = win_rate_metric(means, groups, seed)
     asked = [scores for scores, line in zip(scores_by_row, lines, strict=True) if not line["identical_answers"]]
     return PanelPreference(against=role, win_rate=rate, alpha=krippendorff_alpha(asked, seed))
 
@@ -386,10 +384,9 @@ def compute_preference(
     against: ModelRole, rows: Sequence[PairwiseJudgement], unreadable: Counter[str], seed: int
 ) -> JudgePreference:
     """Compute the metrics of the comparison with one opponent; `unreadable` counts replies without a verdict."""
-    plan = make_interval_plan(seed)
     scored = [(row.group, score) for row in rows if (score := row.score) is not None]
     scores = [score for _, score in scored]
-    win_rate = _make_win_rate(scores, [group for group, _ in scored], plan)
+    win_rate = win_rate_metric(scores, [group for group, _ in scored], seed)
     return JudgePreference(
         against=against,
         rows=len(scored),
@@ -401,28 +398,8 @@ def compute_preference(
         unreadable=dict(sorted(unreadable.items())),
         win_rate=win_rate,
         agreement=_order_agreement(rows),
-        position_bias=_position_bias(rows, plan),
+        position_bias=_position_bias(rows, seed),
     )
-
-
-def _make_win_rate(scores: Sequence[float], groups: Sequence[str], plan: PairedTestPlan) -> MetricValue | None:
-    if (estimate := _mean_share(scores, groups, plan)) is None:
-        return None
-    value, low, high = estimate
-    unit = "share of pairs, a tie is half"
-    return MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
-
-
-def _mean_share(
-    shares: Sequence[float], groups: Sequence[str], plan: PairedTestPlan
-) -> tuple[float, float, float] | None:
-    """Compute the mean of shares of a pair with its interval: the paired interval of share and rest, scaled to 0..1."""
-    if not shares:
-        return None
-    pairs = PairedScores(shares, [1 - share for share in shares], "higher", groups=groups)
-    result = paired_test.compare(pairs, 0.0, plan)
-    value, low, high = ((1 + estimate) / 2 for estimate in (result.difference, result.low, result.high))
-    return value, max(0.0, low), min(1.0, high)
 
 
 def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
@@ -437,7 +414,7 @@ def _order_agreement(rows: Sequence[PairwiseJudgement]) -> MetricValue | None:
     return proportion_metric([float(agree) for agree in agrees]).model_copy(update={"unit": "share of pairs"})
 
 
-def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> MetricValue | None:
+def _position_bias(rows: Sequence[PairwiseJudgement], seed: int) -> MetricValue | None:
     """Compute the share of verdicts for the first answer, without ties, minus 1/2; verdicts of a group are dependent.
 
     A judge that ignores the order prefers the first answer to a row once and the second once, so its bias is 0.
@@ -448,8 +425,4 @@ def _position_bias(rows: Sequence[PairwiseJudgement], plan: PairedTestPlan) -> M
             if preferred in ("candidate", "opponent"):
                 first.append(float(preferred == side_of["A"]))
                 groups.append(row.group)
-    if (estimate := _mean_share(first, groups, plan)) is None:
-        return None
-    value, low, high = (share - 0.5 for share in estimate)
-    unit = "share of verdicts beyond 1/2"
-    return MetricValue(value=value, n=len(first), low=low, high=high, better="unknown", unit=unit)
+    return share_beyond_half(first, groups, "verdicts", seed)

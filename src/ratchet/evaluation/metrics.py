@@ -11,6 +11,7 @@ import numpy as np
 
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
+from ratchet.quality_gate.statistics import wilson_bounds
 from ratchet.storage.records.evaluation import MetricValue
 
 SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
@@ -118,6 +119,106 @@ def paired_difference_metric(
     return aggregate_metric(result.difference, len(new), (result.low, result.high), "higher", f"difference, {unit}")
 
 
+def win_rate_metric(scores: Sequence[float], groups: Sequence[str], seed: int) -> MetricValue | None:
+    """Compute the mean of scores of pairs: 1 for a win, 0 for a loss, 0.5 for a tie. None if there are none."""
+    if (estimate := _mean_share(scores, groups, seed)) is None:
+        return None
+    value, low, high = estimate
+    unit = "share of pairs, a tie is half"
+    return MetricValue(value=value, n=len(scores), low=low, high=high, better="higher", unit=unit, chance=0.5)
+
+
+def share_beyond_half(hits: Sequence[float], groups: Sequence[str], noun: str, seed: int) -> MetricValue | None:
+    """Compute the share of ones minus 1/2, a measure of bias; `noun` names what is counted. None if there are none."""
+    if (estimate := _mean_share(hits, groups, seed)) is None:
+        return None
+    value, low, high = (share - 0.5 for share in estimate)
+    unit = f"share of {noun} beyond 1/2"
+    return MetricValue(value=value, n=len(hits), low=low, high=high, better="unknown", unit=unit)
+
+
+def _mean_share(shares: Sequence[float], groups: Sequence[str], seed: int) -> tuple[float, float, float] | None:
+    """Compute the mean of shares of a pair with its interval: the paired interval of share and rest, scaled to 0..1.
+
+    If the shares of all groups are equal, a resample cannot differ, so the interval is Wilson's of as many samples.
+    """
+    if not shares:
+        return None
+    pairs = PairedScores(shares, [1 - share for share in shares], "higher", groups=groups)
+    result = paired_test.compare(pairs, 0.0, make_interval_plan(seed))
+    value, low, high = ((1 + estimate) / 2 for estimate in (result.difference, result.low, result.high))
+    if low == high:
+        count = result.groups or result.n
+        low, high = wilson_bounds(value * count, count, 0.975)
+    return value, max(0.0, low), min(1.0, high)
+
+
+def cohen_kappa(pairs: Sequence[tuple[str, str]], seed: int) -> MetricValue | None:
+    """Compute Cohen's kappa of two raters' categories, with a bootstrap interval over the samples.
+
+    1 is full agreement, 0 that of chance. None if there are no samples, or if chance alone gives full agreement.
+
+    Source: J. Cohen, Educational and Psychological Measurement 20, 1960, 37-46.
+
+    Args:
+        pairs: both raters' categories of each sample.
+        seed: seed of the bootstrap.
+    """
+    categories = sorted({category for pair in pairs for category in pair})
+    size, n = len(categories), len(pairs)
+    cells = np.zeros(size * size)
+    for first, second in pairs:
+        cells[categories.index(first) * size + categories.index(second)] += 1
+
+    def compute(counts: Any) -> Any:
+        tables = counts.reshape(-1, size, size) / n
+        agreement = np.trace(tables, axis1=1, axis2=2)
+        chance = (tables.sum(axis=1) * tables.sum(axis=2)).sum(axis=1)
+        return np.divide(agreement - chance, 1 - chance, out=np.full(len(tables), math.nan), where=chance < 1)
+
+    if size < 2:
+        return None
+    resampled = compute(np.random.default_rng(seed).multinomial(n, cells / n, LABEL_RESAMPLES).astype(np.float64))
+    return _agreement_metric(float(compute(cells)[0]), resampled, n)
+
+
+def fleiss_kappa(ratings: Sequence[Sequence[str]], seed: int) -> MetricValue | None:
+    """Compute Fleiss' kappa of several raters' categories, with a bootstrap interval over the samples.
+
+    Samples with one rating are left out. If all samples have the same number of ratings, this is the coefficient of
+    1971; the formula for different numbers weighs the agreement of each sample equally, and each rating equally for
+    the agreement of chance. None if there are no such samples, or if chance alone gives full agreement.
+
+    Source: J. L. Fleiss, Psychological Bulletin 76, 1971, 378-382.
+
+    Args:
+        ratings: the categories of each sample, in any order.
+        seed: seed of the bootstrap.
+    """
+    rated = [sample for sample in ratings if len(sample) > 1]
+    categories = sorted({category for sample in rated for category in sample})
+    if len(categories) < 2:
+        return None
+    counts = np.array([[sample.count(category) for category in categories] for sample in rated], dtype=np.float64)
+    raters = counts.sum(axis=1)
+    agreements = (counts * (counts - 1)).sum(axis=1) / (raters * (raters - 1))
+
+    def compute(samples: Any) -> float:
+        shares = counts[samples].sum(axis=0) / raters[samples].sum()
+        chance = float((shares**2).sum())
+        return (float(agreements[samples].mean()) - chance) / (1 - chance) if chance < 1 else math.nan
+
+    rng = np.random.default_rng(seed)
+    resampled = [compute(rng.integers(0, len(rated), len(rated))) for _ in range(LABEL_RESAMPLES)]
+    return _agreement_metric(compute(np.arange(len(rated))), np.array(resampled), len(rated))
+
+
+def _agreement_metric(value: float, resampled: Any, n: int) -> MetricValue:
+    """Build a coefficient of agreement with the percentile interval of its bootstrap, without undefined resamples."""
+    low, high = np.percentile(resampled[np.isfinite(resampled)], [2.5, 97.5]).tolist()
+    return aggregate_metric(value, n, (low, high), "higher", "1 is agreement, 0 chance")
+
+
 def krippendorff_alpha(ratings: Sequence[Sequence[float]], seed: int) -> MetricValue | None:
     """Compute Krippendorff's alpha of ratings on an interval scale, with a bootstrap interval over the rated units.
 
@@ -146,9 +247,7 @@ def krippendorff_alpha(ratings: Sequence[Sequence[float]], seed: int) -> MetricV
         return None
     rng = np.random.default_rng(seed)
     resampled = [compute(rng.integers(0, len(units), len(units))) for _ in range(LABEL_RESAMPLES)]
-    finite = [alpha for alpha in resampled if math.isfinite(alpha)]
-    low, high = np.percentile(finite, [2.5, 97.5]).tolist()
-    return aggregate_metric(value, len(units), (low, high), "higher", "1 is agreement, 0 chance")
+    return _agreement_metric(value, np.array(resampled), len(units))
 
 
 def aggregate_metric(value: float, n: int, interval: tuple[float, float], better: Better, unit: str) -> MetricValue:

@@ -91,7 +91,7 @@ def _apply_rule(context: RuleContext, rule: Rule) -> RuleResult:
             case MustImproveRule():
                 raise TypeError("must_improve rules are applied together by rules.apply_must_improve_rules")
     except IncomparableError as error:
-        return RuleResult(rule=rule.rule, metric=metric, outcome="invalid", text=str(error))
+        return RuleResult(rule=rule.rule, metric=metric, outcome=error.outcome, text=str(error))
     return result
 
 

@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ratchet.config.evaluate import ModelFormat
-from ratchet.config.gate import Gate, Reference
+from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule, Reference
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, first_line
+from ratchet.quality_gate.judgements import HUMAN_PREFERENCE, HumanPreference, measure_preference, read_judgements
 from ratchet.quality_gate.paired_test import MAX_NATS, PairedScores
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
@@ -35,9 +36,18 @@ from ratchet.storage.records.evaluation import (
     ModelRole,
     ObjectiveSet,
     SampleScore,
+    answers_file,
 )
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import Champion, ChampionFile, Decision, TestSetUse, Verdict, read_champion
+from ratchet.storage.records.gate import (
+    Champion,
+    ChampionFile,
+    Decision,
+    Outcome,
+    TestSetUse,
+    Verdict,
+    read_champion,
+)
 
 LOCK_WAIT_S = 60.0
 """Maximum wait for the lock of the file with test set uses."""
@@ -56,6 +66,15 @@ Samples = Mapping[str, SampleScore]
 
 class IncomparableError(Exception):
     """Two scores cannot be compared. The message becomes the reason in an INVALID verdict."""
+
+    outcome: ClassVar[Outcome] = "invalid"
+    """Outcome of the rule."""
+
+
+class NotJudgedError(IncomparableError):
+    """People have not judged the answers yet. The message becomes the reason in a HOLD verdict."""
+
+    outcome = "undecided"
 
 
 @dataclass(frozen=True)
@@ -82,6 +101,8 @@ class GateEvidence:
     """Decisions about the candidate on this test set under different rules."""
     duplicate_samples: Mapping[ModelRole, Mapping[str, str]] = field(default_factory=dict)
     """Id of the first sample that occurs twice in the scores, by model and metric. Empty for a sound evaluation."""
+    human_preferences: Mapping[ModelRole, HumanPreference] = field(default_factory=dict)
+    """Preference of people between the candidate and each reference; empty unless a rule uses it."""
 
     @property
     def is_champion(self) -> bool:
@@ -92,8 +113,13 @@ class GateEvidence:
     @property
     def scored_roles(self) -> list[ModelRole]:
         """Roles under which the candidate was scored, the preferred format first."""
-        order = [ROLE_OF_FORMAT[form] for form in (*self.model_formats, *ROLE_OF_FORMAT)]
-        return [role for role in dict.fromkeys(order) if role in self.report.scores]
+        return list_candidate_roles(self.report, self.model_formats)
+
+
+def list_candidate_roles(report: EvaluationReport, model_formats: Sequence[ModelFormat]) -> list[ModelRole]:
+    """List the roles under which the candidate was scored, in order of the formats (evaluate.formats)."""
+    order = [ROLE_OF_FORMAT[form] for form in (*model_formats, *ROLE_OF_FORMAT)]
+    return [role for role in dict.fromkeys(order) if role in report.scores]
 
 
 def rules_digest(gate: Gate) -> str:
@@ -152,7 +178,38 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
             and use.rules != rules
         ),
         duplicate_samples=duplicate_samples,
+        human_preferences=_read_preferences(layout, settings, report),
     )
+
+
+def _read_preferences(
+    layout: ProjectLayout, settings: Settings, report: EvaluationReport
+) -> dict[ModelRole, HumanPreference]:
+    """Read the preference of people against each reference, if a rule uses it."""
+    rules = [rule for rule in settings.gate.rules if isinstance(rule, MustImproveRule | MustNotRegressRule)]
+    if not any(
+        HUMAN_PREFERENCE in (rule.metric if isinstance(rule.metric, tuple) else [rule.metric]) for rule in rules
+    ):
+        return {}
+    candidates = list_candidate_roles(report, settings.evaluate.formats)
+    answers = {role: read_answers(layout, role) for role in report.scores}
+    log = read_judgements(layout.judgements)
+    return {
+        role: measure_preference(
+            log,
+            candidates[0],
+            (report.scores[candidates[0]].model_digest, report.scores[role].model_digest),
+            (answers[candidates[0]], answers[role]),
+        )
+        for role in report.scores
+        if candidates and role not in candidates and answers[candidates[0]] and answers[role]
+    }
+
+
+def read_answers(layout: ProjectLayout, role: ModelRole) -> dict[str, str]:
+    """Read the first generated answer of a model to each row, by row id; empty if it generated none."""
+    path = layout.evaluate / answers_file(role)
+    return {row["id"]: row["answers"][0] for row in base.read_lines(path)} if path.exists() else {}
 
 
 def read_samples(path: Path) -> tuple[dict[str, SampleScore], str | None]:
@@ -220,7 +277,10 @@ def match_scores(evidence: GateEvidence, name: str, reference: Reference) -> Mat
 
     Raises:
         IncomparableError: One of the two models was not scored, or their samples or contracts differ.
+        NotJudgedError: People have judged none of their answers.
     """
+    if name == HUMAN_PREFERENCE:
+        return _match_preference(evidence, reference)
     return next(iterate_matches(evidence, name, reference))
 
 
@@ -243,6 +303,35 @@ def iterate_matches(evidence: GateEvidence, name: str, reference: Reference) -> 
         yield _match_pair(evidence, name, role, reference_role)
 
 
+def _match_preference(evidence: GateEvidence, reference: Reference) -> MatchedScores:
+    """Pair the judgements for the candidate with those for the reference: 1 and 0 if people prefer the candidate.
+
+    If each row is a win, a loss or a tie, a tie is 0 for both models, so that the tests of right and wrong apply.
+    """
+    preference = evidence.human_preferences.get(_resolve_reference(evidence, reference))
+    if preference is None:
+        raise IncomparableError(
+            f"{HUMAN_PREFERENCE}: the evaluation has no generated answers of candidate and {reference}; run `dvc repro "
+            "-f evaluate`"
+        )
+    if not preference.scores:
+        raise NotJudgedError(
+            f"{HUMAN_PREFERENCE}: no answers of candidate and {reference} are judged yet; run `ratchet label "
+            f"candidate {reference}` ({preference.unjudged:,} rows have different answers)"
+        )
+    rows = sorted(preference.scores)
+    shares = [preference.scores[row] for row in rows]
+    is_plain = set(shares) <= {0.0, 0.5, 1.0}
+    groups = [evidence.groups.get(row) for row in rows]
+    pairs = PairedScores(
+        new=[float(share == 1) if is_plain else share for share in shares],
+        old=[float(share == 0) if is_plain else 1 - share for share in shares],
+        better="higher",
+        groups=groups if any(group is not None for group in groups) else None,
+    )
+    return MatchedScores(preference.role, preference.metric, pairs)
+
+
 def list_scored_roles(evidence: GateEvidence) -> list[ModelRole]:
     """List the roles under which the candidate was scored. Raises IncomparableError if there are none."""
     if roles := evidence.scored_roles:
@@ -257,6 +346,8 @@ def select_scores(evidence: GateEvidence, role: ModelRole, name: str) -> tuple[M
         IncomparableError: The metric was not measured, has no per-sample scores, has no direction or is not finite, or
             its samples are missing or occur twice.
     """
+    if name == HUMAN_PREFERENCE:
+        raise IncomparableError(f"{name} compares two models; use it in must_improve or must_not_regress")
     scores = evidence.report.scores[role]
     metric, samples = scores.metrics.get(name), evidence.samples.get(role, {}).get(name)
     if metric is not None and metric.kind == "aggregate":

@@ -6,7 +6,7 @@ are too few samples.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ratchet.config.gate import (
@@ -33,6 +33,7 @@ from ratchet.quality_gate.evidence import (
     compute_difference,
     select_scores,
 )
+from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan, PairedTestResult
 from ratchet.storage.digests import SHORT
 from ratchet.storage.records.evaluation import ANSWERED_SAFE, HARMFUL, REFUSED_UNSAFE, MetricValue, ModelRole
@@ -80,6 +81,9 @@ def compare_matched(
     matched: MatchedScores, against: Reference, name: str, bound: float, plan: PairedTestPlan
 ) -> ModelComparison:
     """Compare matched scores and return the record for the verdict."""
+    if name == HUMAN_PREFERENCE:
+        # On most judged rows one answer is preferred, so few rows with equal scores are to be expected.
+        plan = replace(plan, discordance=1.0)
     result = paired_test.compare(matched.pairs, bound, plan)
     required_samples = result.required_samples
     if result.detectable > abs(bound) > 0 and has_too_few_samples(result):
@@ -126,6 +130,10 @@ def apply_must_not_regress(context: RuleContext, rule: MustNotRegressRule) -> Ru
     plan, name = context.build_plan(rule.confidence), rule.metric
     check_noise(context.evidence, name, rule.margin)
     reason = evidence.missing_reference_reason(context.evidence, rule.against)
+    if reason is not None and name == HUMAN_PREFERENCE:
+        return RuleResult(
+            rule=rule.rule, metric=name, outcome="pass", text=f"{name}: {reason}, so there is no comparison"
+        )
     if reason is not None:
         return _judge_without_reference(context, rule, reason)
     matched = evidence.match_scores(context.evidence, name, rule.against)
@@ -166,7 +174,8 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
     required = comparison.required_samples
     if required is None:
         required = count_samples_to_decide(comparison)
-    return f": {problem}; {_describe_required_rows(max(required or 0, MIN_SAMPLES if has_too_few else 0) or None)}"
+    required = max(required or 0, MIN_SAMPLES if has_too_few else 0) or None
+    return f": {problem}; {_describe_required_samples(required, comparison)}"
 
 
 def count_samples_to_decide(comparison: ModelComparison) -> int | None:
@@ -179,6 +188,15 @@ def count_samples_to_decide(comparison: ModelComparison) -> int | None:
         return None
     required = comparison.n * ((comparison.difference - comparison.low) / distance) ** 2
     return math.ceil(required) if math.isfinite(required) and required > comparison.n else None
+
+
+def _describe_required_samples(required: int | None, comparison: ModelComparison) -> str:
+    """Describe how many samples would decide a comparison: test rows, or rows that people have yet to judge."""
+    if comparison.metric != HUMAN_PREFERENCE:
+        return _describe_required_rows(required)
+    if not required:
+        return "more judgements are required"
+    return f"about {required - comparison.n:,} more judgements, of other rows, are required"
 
 
 def _describe_required_rows(required: int | None) -> str:
@@ -315,7 +333,7 @@ def _compare_claims(context: RuleContext, rule: MustImproveRule) -> list[Improve
             check_bound(rule.by, "by", matched.metric, matched.pairs)
             claims.append((matched.metric, compare_matched(matched, rule.over, name, rule.by, plan)))
     except IncomparableError as error:
-        return RuleResult(rule=rule.rule, metric=names, outcome="invalid", text=str(error))
+        return RuleResult(rule=rule.rule, metric=names, outcome=error.outcome, text=str(error))
     return claims
 
 
@@ -335,10 +353,10 @@ def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Seq
     outcome: Outcome = "pass" if has_won else "fail" if has_lost else "undecided"
     text = "; or: ".join(texts)
     if outcome == "undecided":
-        counts = [count for _, comparison in claims if (count := count_samples_to_decide(comparison))]
-        text += ": these samples cannot decide it; "
-        text += _describe_required_rows(min(counts) if counts else None)
-        text += " if the difference stays the same" if counts else ""
+        counts = [(count_samples_to_decide(comparison), comparison) for _, comparison in claims]
+        count, closest = min(counts, key=lambda found: found[0] or math.inf)
+        text += f": these samples cannot decide it; {_describe_required_samples(count, closest)}"
+        text += " if the difference stays the same" if count else ""
     return RuleResult(
         rule=rule.rule,
         metric=", ".join(rule.metric),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.quality_gate.evidence import GateEvidence
+from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.quality_gate.rules import describe_changed_rules
 from ratchet.reports import pages, sample_browser
 from ratchet.reports.pages import MINUS, OUTCOME_WORDS, format_metric, format_p_value, format_significant
@@ -75,7 +76,13 @@ def write(
     rules = sorted(verdict.reasons, key=lambda reason: PRECEDENCE.index(reason.outcome))
     counts = Counter(reason.outcome for reason in rules)
     compared = [
-        ForestPlotRow(reason, comparison, metric_scale(sample_browser.find_metric(report, comparison.metric)))
+        ForestPlotRow(
+            reason,
+            comparison,
+            POINTS
+            if comparison.metric == HUMAN_PREFERENCE
+            else metric_scale(sample_browser.find_metric(report, comparison.metric)),
+        )
         for reason in verdict.reasons
         for comparison in reason.comparisons
     ]

@@ -300,6 +300,7 @@ def _write_files(layout: ProjectLayout, params: str, settings: Settings) -> None
         files.write_atomic(layout.text / "README", note)
     files.write_atomic(layout.tasks / "answers.yaml", harness_task_yaml(settings.evaluate.max_new_tokens))
     ChampionFile().save(layout.champion)
+    files.write_atomic(layout.judgements, "\n")  # DVC refuses a missing dependency, and warns of an empty one
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".gitignore", "/dvc_plots\n")  # pages of `dvc plots show`

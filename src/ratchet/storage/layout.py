@@ -103,6 +103,9 @@ class ProjectLayout:
         """Uses of test sets: one JSON line per evaluated or judged model; committed to git."""
         self.experiment_uses = self.mlruns / "test_set_uses.jsonl"
         """Uses of test sets by experiments in temporary workspaces; read together with `test_set_uses`."""
+        self.judgements = self.experiments / "judgements.jsonl"
+        """Judgements of people (`ratchet label`): one JSON line per judgement; committed to git, an input of stage
+        gate."""
         self.gate = self.experiments / "gate"
         """Output of stage gate: verdict.json."""
         self.gate_page = self.experiments / "report" / "gate.html"

@@ -1,0 +1,113 @@
+"""`ratchet label`: people judge which of two models answers better, blind, on a local web page."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet.cli.output import format_table, print_record, progress_printer
+from ratchet.errors import SettingsError
+from ratchet.stages.project import Project
+
+if TYPE_CHECKING:
+    from ratchet.storage.records.evaluation import MetricValue
+    from ratchet.storage.records.label import LabelReport, PairsReport
+
+HELP = "judge in the browser which of two models answers better, without their names"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = "candidate or the id of the evaluated run, base, champion, anchor, or a file of answers"
+    parser.add_argument("a", metavar="A", help=f"first side: {names}")
+    parser.add_argument("b", metavar="B", help="second side")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--results", action="store_true", help="only print the figures of the judgements")
+    mode.add_argument(
+        "--pairs", type=Path, metavar="FILE", help="write preference pairs (.jsonl) for prepare.task: preferences"
+    )
+    parser.add_argument("--rater", metavar="NAME", help="name of the rater (default: the page asks)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS",
+        help="address to listen on; any but loopback needs the token in the printed address (default: 127.0.0.1)",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=8770, help="port of the page (default: 8770)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="the file of prompts, if the directory of a generation no longer exists",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from ratchet.stages.label import label, label_pairs, label_results
+
+    project, names = Project(arguments.project), (arguments.a, arguments.b)
+    if not 0 <= arguments.port < 65536:
+        raise SettingsError(f"--port: found {arguments.port}; expected a number from 0 to 65535")
+    if arguments.pairs is not None:
+        print_record(label_pairs(project, names, arguments.pairs, arguments.prompts), format_pairs, arguments)
+    elif arguments.results:
+        print_record(label_results(project, names, arguments.prompts), format_report, arguments)
+    else:
+        report = label(
+            project, names, prompts=arguments.prompts, host=arguments.host, port=arguments.port, rater=arguments.rater,
+            on_progress=progress_printer(arguments),
+        )  # fmt: skip
+        print_record(report, format_report, arguments)
+
+
+def format_report(report: "LabelReport") -> str:
+    """Format the figures as tables."""
+    first, second = (side.name for side in report.sides)
+    head = f"{first} against {second}: {report.judged:,} of {report.samples:,} prompts judged"
+    notes = [
+        (report.identical_answers, "prompts with equal answers, which are not judged"),
+        (report.skipped, "judgements skipped"),
+        (report.outdated, "judgements about earlier answers of these models, which do not count"),
+        (report.damaged_lines, "damaged lines in the file of judgements"),
+    ]
+    lines = [head, *(f"  {count:,} {text}" for count, text in notes if count)]
+    if not report.judgements:
+        return "\n".join(lines)
+    rows = [
+        ["", "value", "95 % interval", "n"],
+        _format_row(f"win rate of {first}", report.win_rate),
+        *(_format_row(f"  by {rater.rater}", rater.win_rate) for rater in report.raters if len(report.raters) > 1),
+        _format_row("position bias", report.position_bias),
+        _format_row("length bias", report.length_bias),
+        *(_format_row("Fleiss' kappa", kappa) for kappa in (report.fleiss_kappa,) if kappa is not None),
+    ]
+    for pair in report.agreements:
+        both = " and ".join(pair.raters)
+        rows += [_format_row(f"agreement of {both}", pair.agreement), _format_row("  Cohen's kappa", pair.kappa)]
+    for judge in report.judges:
+        rows += [
+            _format_row(f"judge {judge.judge} and people agree", judge.agreement),
+            _format_row("  Cohen's kappa", judge.kappa),
+            _format_row("  win rate by the judge", judge.win_rate),
+            _format_row("  win rate by people, same prompts", judge.people_win_rate),
+            _format_row("  length bias of the judge", judge.length_bias),
+            _format_row("  length bias of people", judge.people_length_bias),
+        ]
+    return "\n".join([*lines, format_table(rows)])
+
+
+def _format_row(title: str, metric: "MetricValue | None") -> list[str]:
+    if metric is None:
+        return [title, "undefined", "", ""]
+    return [title, f"{metric.value:.3f}", f"{metric.low:.3f} to {metric.high:.3f}", f"{metric.n:,}"]
+
+
+def format_pairs(report: "PairsReport") -> str:
+    """Format how many pairs were written, and how many samples were left out."""
+    left_out = [
+        (report.ties, "ties"),
+        (report.disagreements, "with different judgements"),
+        (report.empty, "with an empty answer"),
+    ]
+    lines = [f"{report.pairs:,} pairs: {report.output}"]
+    lines += [f"  left out: {count:,} {text}" for count, text in left_out if count]
+    if report.are_test_rows:
+        lines.append(
+            "  these are test rows, so `prepare` assigns them to the test split again; for training, judge outputs of "
+            "`ratchet generate` on other prompts"
+        )
+    return "\n".join(lines)
