@@ -156,8 +156,8 @@ def die_with_starter(number: int) -> None:
     """Ask for a signal when the program that started this one ends: the parent, or the parent's parent if the parent is
     a shell that waits for this command.
 
-    DVC runs the command of a stage with `$SHELL -c`. Some shells replace themselves by the last command (bash), others
-    stay (dash of Debian 12); if dvc is killed, a shell that stays goes on. A thread waits for the end of its parent.
+    DVC runs the command of a stage with `$SHELL -c`. Some shells (bash) replace themselves by the last command, others
+    (dash of Debian 12) wait for it, also after dvc was killed. A thread therefore watches the shell's parent.
     """
     die_with_parent(number)
     with contextlib.suppress(psutil.NoSuchProcess):  # the parent has just ended, so the signal is on its way
