@@ -144,7 +144,8 @@ def detect_schema(
         if schema in ("auto", name) and (reader := detect(sampled)):
             # If the settings name the prompt column, common names of other columns do not count.
             system = sampled.find_optional("system", *(() if columns.prompt else _SYSTEM_COLUMNS))
-            tools = sampled.find_optional("tools", *(("tools", "functions") if name in TURN_KEYS else ()))
+            has_tools = name in TURN_KEYS or name == "preferences"
+            tools = sampled.find_optional("tools", *(("tools", "functions") if has_tools else ()))
             optional_columns = sampled.describe_optional(system=system, tools=tools)
             return replace(reader, description=reader.description + optional_columns, _system=system, _tools=tools)
     problem = (

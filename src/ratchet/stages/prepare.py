@@ -53,13 +53,14 @@ def prepare(project: Project) -> DatasetCard:
         base = BaseCard.load(layout.base_card)
         tokenizer = base_model.load_project_tokenizer(layout, base)
         reader = SourceReader(layout.root, settings.prepare)
-        from_teacher = [card is not None for card in reader.teacher_cards]
         benchmarks = _load_benchmarks(layout, settings)
         embedder = _load_embedder(layout, settings)
         with files.sealed_directory(layout.data, "data") as scratch:
             temporary = scratch / ".aside"
             temporary.mkdir()
-            with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion:
+            with closing(
+                RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, reader.teacher_sources)
+            ) as ingestion:
                 ingestion.ingest(_count_rows(reader.rows()))
                 selection = select_rows(ingestion, settings.prepare, embedder)
                 _check_splits(settings.prepare, ingestion, selection)
