@@ -160,6 +160,7 @@ def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
             assigner.add(row)
             answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
             row_texts.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
+    assigner.check()
     assigned = assigner.assign()
     if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
         raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")

@@ -106,6 +106,7 @@ def _count_rows(rows: Iterator[SourceRow | MalformedRecord]) -> Iterator[SourceR
 
 def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSelection) -> None:
     """Raise DataError if the rows cannot be used, before anything is written."""
+    ingestion.split_assigner.check()
     ingestion.passthrough.check()
     ingestion.quality.check()
     ledger = ingestion.ledger
