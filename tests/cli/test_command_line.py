@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("calm")
         (["--projct", ".", "train"], "unknown: --projct; did you mean --project?"),
         (["--json", "status"], "unknown before the command: --json; write it after the command"),
         (["status", "abc", "def"], "unknown: def"),
+        (["submit", "--priority", "x"], "argument --priority: found 'x'; expected a whole number"),
         (["forecast", "--device", "tpu"], "found 'tpu'; expected one of: cpu, cuda"),
         (["train", "-q", "-v"], "not allowed with argument"),
     ],

@@ -60,9 +60,9 @@ def test_a_value_may_be_a_list_or_a_section(
     ("variable", "value", "message"),
     [
         ("RATCHET__TRAIN__RANK", "eight", "RATCHET__TRAIN__RANK: found 'eight'; expected an integer >= 1"),
-        ("RATCHET__TRAIN__RNK", "8", "RATCHET__TRAIN__RNK: unknown setting; did you mean rank?"),
-        ("RATCHET__TRIAN__RANK", "8", "RATCHET__TRIAN__RANK: unknown setting; did you mean train?"),
-        ("RATCHET__RANK", "8", "RATCHET__RANK: unknown setting; did you mean train.rank"),
+        ("RATCHET__TRAIN__RNK", "8", "RATCHET__TRAIN__RNK: unknown setting; did you mean RATCHET__TRAIN__RANK?"),
+        ("RATCHET__TRIAN__RANK", "8", "RATCHET__TRIAN__RANK: unknown setting; did you mean RATCHET__TRAIN?"),
+        ("RATCHET__RANK", "8", "RATCHET__RANK: unknown setting; did you mean RATCHET__TRAIN__RANK"),
         ("RATCHET__TRAIN__RANK__MAX", "8", "RATCHET__TRAIN__RANK__MAX: unknown setting; rank is not a section"),
         ("RATCHET__TRAIN__RANK", " ", "RATCHET__TRAIN__RANK: found nothing; unset it, or write null"),
         ("RATCHET__TRAIN__RANK", "[8", "RATCHET__TRAIN__RANK: found '[8'; expected a value as in params.yaml"),

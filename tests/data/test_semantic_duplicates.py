@@ -119,7 +119,12 @@ def test_nineteen_of_twenty_pairs_at_the_threshold_are_found(threshold: float, t
             return vectors[[int(text) for text in texts]]
 
     clusters = cluster_semantic_duplicates(
-        np.arange(2 * pairs), str, Table(), SemanticDuplicateSettings(threshold=threshold), tmp_path, lambda _: None
+        np.arange(2 * pairs),
+        str,
+        Table(),
+        SemanticDuplicateSettings(model="m", threshold=threshold),
+        tmp_path,
+        lambda _: None,
     )
     found = {(cluster.kept, *cluster.dropped) for cluster in clusters}
     assert all(b - a == pairs for a, b in found)  # verified: no other pair is that similar

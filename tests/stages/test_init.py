@@ -85,3 +85,11 @@ def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Pat
     assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json", ".ratchet/params.schema.json"]
     assert layout.private_key.stat().st_mode & 0o077 == 0
     assert ".ratchet" in (layout.root / ".dvcignore").read_text().split()
+
+
+def test_the_columns_of_pairs_can_be_named(tmp_path: Path) -> None:
+    rows = [{"ask": f"is {n} even", "good": f"yes {n}", "bad": f"no {n}"} for n in range(60)]
+    settings = made(tmp_path, rows, prompt="ask", response="good", rejected="bad")
+    columns = settings.prepare.columns
+    assert (columns.prompt, columns.response, columns.rejected) == ("ask", "good", "bad")
+    assert (settings.prepare.task, settings.train.objective) == ("preferences", "dpo")

@@ -389,6 +389,7 @@ def test_rows_of_other_languages_are_found_offline(prepared: Run) -> None:
     [
         ({"quality": {"field": "scroe", "minimum": 2}}, ["prepare.quality.field", "'scroe'", "score"]),
         ({"languages": ["xx"]}, ["prepare.languages", "found xx", "en"]),
+        ({"split": {"stratify": "scroe"}}, ["prepare.split.stratify: no record has a field 'scroe'; did you mean"]),
     ],
 )
 def test_a_check_that_cannot_work_is_refused(
@@ -401,7 +402,7 @@ def test_a_check_that_cannot_work_is_refused(
 @pytest.mark.parametrize(
     "changes",
     [{"quality": {"field": "score"}}, {"quality": {"drop": ["low_score"]}}, {"quality": {"drop": ["language"]}},
-     {"languages": ["english"]}],
+     {"languages": ["english"]}, {"semantic_duplicates": {"threshold": 0.9}}],
 )  # fmt: skip
 def test_incomplete_settings_of_checks_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"missing|found|pattern"):
@@ -550,10 +551,12 @@ def test_pairs_of_answers_are_two_conversations_with_one_prompt(
     rows = pairs_of(60)
     rows[5]["rejected"] = rows[5]["chosen"]
     rows[6]["rejected"] = ""
+    rows[7]["rejected"] = "\ufffd"
     layout, chosen = project_of(rows, task="preferences", max_tokens=400)
     prepare(Project.from_parts(layout, chosen))
     card = balanced(layout)
     assert {reason: drop.count for reason, drop in card.dropped.items()} == {"equal_answers": 1, "empty_answer": 1}
+    assert card.flaws["garbled"].count == 1
     assert card.pairs is not None
     assert card.pairs.longer_chosen == 1
     assert card.pairs.chosen_tokens > card.pairs.rejected_tokens

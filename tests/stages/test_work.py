@@ -57,7 +57,8 @@ def test_a_job_has_all_settings_of_the_moment(
     assert main(["--project", str(project.root), "-q", "queue"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("experiments/queue/jobs.db: 1 waiting")
-    assert lines[1].split() == ["job", "state", "priority", "attempts", "until", "run", "worker", "settings"]
+    columns = "job state priority attempts until run worker lease until settings"
+    assert lines[1].split() == columns.split()
     assert lines[2].split()[:6] == ["1", "waiting", "2", "0", "of", "5"]
     assert main(["--project", str(project.root), "-q", "queue", "--cancel", "1"]) == 0
     assert main(["--project", str(project.root), "-q", "queue", "--cancel", "1"]) == 2

@@ -11,10 +11,10 @@ from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout
 
 
-def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
+def made(folder: Path, rows: list[dict[str, Any]], **columns: str) -> Settings:
     """Create a project from these rows and return its settings."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    init.init(folder / "project", folder / "rows.jsonl")
+    init.init(folder / "project", folder / "rows.jsonl", **columns)
     return params_file.load(ProjectLayout(folder / "project").params)
 
 

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", metavar="COLUMN", help="column with the user's text (default: detected)")
     parser.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: detected)")
+    parser.add_argument(
+        "--rejected", metavar="COLUMN", help="column with the rejected answer of a pair (default: detected)"
+    )
     parser.add_argument("--base", metavar="MODEL", help="hub id or directory (default: a tiny model)")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
 
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise SettingsError("DIR: missing; name a new directory")
     result = init(
         directory, arguments.data, example=arguments.example, prompt=arguments.prompt, response=arguments.response,
-        base=arguments.base, revision=arguments.revision,
+        rejected=arguments.rejected, base=arguments.base, revision=arguments.revision,
     )  # fmt: skip
     print_record(result, format_init, arguments)
 

@@ -38,6 +38,16 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unknown before the command: {word}; write it after the command")
         parser.error(f"unknown: {word}{suggest(name, list_flags(parser)) if name.startswith('-') else ''}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Convert a value to the type of its option."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in (int, float):
+                raise
+            expected = "a whole number" if action.type is int else "a number"
+            raise argparse.ArgumentError(action, f"found {arg_string!r}; expected {expected}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Check a value that must be one of several, such as the name of a command."""
         if action.choices is None or value in action.choices:

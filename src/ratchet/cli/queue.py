@@ -2,6 +2,7 @@
 
 import argparse
 import threading
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import format_table, print_record, print_text
@@ -65,7 +66,10 @@ def format_queue(report: "QueueReport", has_all: bool) -> str:
     ended = [job for job in report.jobs if job.ended is not None]
     ended = sorted(ended, key=lambda job: -(job.ended or 0.0))[: None if has_all else SHOWN]
     shown = [*(job for job in report.jobs if job.ended is None), *ended]
-    rows = [("job", "state", "priority", "attempts", "until", "run", "worker", "settings"), *map(_format_row, shown)]
+    rows = [
+        ("job", "state", "priority", "attempts", "until", "run", "worker", "lease until", "settings"),
+        *map(_format_row, shown),
+    ]
     notes = [f"  job {job.id}: {job.note}" for job in shown if job.note and job.state not in ("running", "cancelled")]
     return "\n".join([title, *([format_table(rows)] if shown else []), *notes])
 
@@ -81,5 +85,6 @@ def _format_row(job: "Job") -> tuple[str, ...]:
         job.until,
         job.run_id or "-",
         job.worker or "-",
+        "-" if job.lease_end is None or job.state != "running" else f"{datetime.fromtimestamp(job.lease_end):%H:%M:%S}",
         settings,
     )

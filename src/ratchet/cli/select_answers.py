@@ -1,4 +1,4 @@
-"""`ratchet select`: chooses among a teacher's answers."""
+"""`ratchet select`: chooses among generated answers."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from ratchet.stages.project import Project
 if TYPE_CHECKING:
     from ratchet.stages.select_answers import SelectResult
 
-HELP = "choose among a teacher's answers and write the chosen ones as training data"
+HELP = "choose among generated answers and write the chosen ones, or pairs of answers, as training data"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the rows, such as data/raw/selected.jsonl"
     )
+    parser.add_argument(
+        "--pairs", action="store_true",
+        help="write pairs of a chosen and a rejected answer to each prompt, for preference tuning (select.pairs)",
+    )  # fmt: skip
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="the file of prompts, if the directory of the generation no longer exists",
@@ -28,8 +32,9 @@ def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.select_answers import select
 
     result = select(
-        Project(arguments.project), arguments.answers, arguments.output, arguments.prompts, progress_printer(arguments)
-    )
+        Project(arguments.project), arguments.answers, arguments.output, arguments.prompts,
+        progress_printer(arguments), pairs=arguments.pairs,
+    )  # fmt: skip
     print_record(result, format_selection, arguments)
 
 
@@ -40,11 +45,13 @@ def format_selection(result: "SelectResult") -> str:
     from ratchet.stages.select_answers import format_filters
 
     card = result.card
+    kind = "rows" if card.pairs is None else "pairs"
     lines = [
-        f"{card.rows:,} rows of {card.answers:,} answers, for {card.prompts_with_rows:,} of {card.prompts:,} prompts",
+        f"{card.rows:,} {kind} of {card.answers:,} answers, for {card.prompts_with_rows:,} of {card.prompts:,} prompts",
         *format_filters(card),
     ]
     if card.without_reference:
         count = f"{card.without_reference:,} prompts"
-        lines.append(f"  {count} have no reference: their answers were not compared with one")
+        effect = "their answers were not compared with one" if card.pairs is None else "they have no pairs"
+        lines.append(f"  {count} have no reference: {effect}")
     return "\n".join([*lines, f"  {result.output}"])

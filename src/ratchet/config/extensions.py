@@ -94,12 +94,14 @@ def make_name_validator(group: Group, builtin: Collection[str] = ()) -> AfterVal
 
 def _find_name_problem(group: Group, name: str, builtin: Collection[str] = ()) -> str:
     """Return why no extension has this name, with the nearest name; empty if one has it."""
-    known = [*builtin, *sorted(list_extensions(group))]
-    if name in known:
+    installed = sorted(list_extensions(group))
+    if name in (known := [*builtin, *installed]):
         return ""
+    own = f"one of {', '.join(builtin)}, or " if builtin else ""
+    found = f"installed: {', '.join(installed)}" if installed else "none is installed"
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}" if known else "none is installed"
-    return f"expected a name that an installed package registers in {group}; {hint}"
+    hint = f"did you mean {matches[0]}?" if matches else found
+    return f"expected {own}a name that an installed package registers in {group}; {hint}"
 
 
 def describe_extension(group: Group, name: str) -> str:

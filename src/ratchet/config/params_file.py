@@ -358,7 +358,7 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
             constant = _format_value(getattr(section, keys[-1]))
             text = f"found {_format_found(item['input'])}; it is no setting any more and always {constant}; remove it"
         else:
-            text = f"unknown setting; {_suggest_key(keys)}"
+            text = f"unknown setting; {_suggest_key(keys, is_variable=path.startswith(SETTING_PREFIX))}"
     elif kind == "literal_error" and item["loc"][-1:] == ("[key]",):  # an unknown key of a mapping
         text = f"unknown; expected one of: {item['ctx']['expected']!s}"
     elif kind == "union_tag_not_found":
@@ -378,8 +378,11 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     return f"{path}: {text}"
 
 
-def _suggest_key(keys: list[str]) -> str:
-    """Return a hint for an unknown key: a section that has it, the nearest name in the same section, or all names."""
+def _suggest_key(keys: list[str], is_variable: bool = False) -> str:
+    """Return a hint for an unknown key: a section that has it, the nearest name in the same section, or all names.
+
+    With `is_variable` the names are those of environment variables.
+    """
     *path, key = keys
     known = _list_known_keys(path)
     if "." in key and key in _list_setting_names():
@@ -387,9 +390,14 @@ def _suggest_key(keys: list[str]) -> str:
         return f"write {name} below {section}, without the dot"
     elsewhere = sorted((n for n in _list_setting_names() if n.endswith(f".{key}")), key=lambda name: name.count("."))
     if elsewhere and not path:
-        return f"did you mean {' or '.join(elsewhere[:3])}?"
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}"
+        nearest = elsewhere[:3]
+    else:
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        if is_variable:
+            nearest, known = ([".".join([*path, name]) for name in names] for names in (nearest, known))
+    if is_variable:
+        nearest, known = (list(map(name_variable, names)) for names in (nearest, known))
+    return f"did you mean {' or '.join(nearest)}?" if nearest else f"known: {', '.join(known)}"
 
 
 @functools.cache

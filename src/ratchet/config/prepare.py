@@ -151,6 +151,15 @@ class SemanticDuplicateSettings(Section):
     threshold: Annotated[float, Field(ge=0.7, le=1), BeforeValidator(parse_number)] = 0.95
     """Drop a row if the cosine of its embedding with another row's is at least this."""
 
+    @model_validator(mode="after")
+    def _check_model(self) -> "SemanticDuplicateSettings":
+        if self.model is None and self.threshold != type(self).model_fields["threshold"].default:
+            raise ValueError(
+                f"threshold: found {self.threshold}, but without a model nothing is compared; set "
+                "prepare.semantic_duplicates.model, or remove the threshold"
+            )
+        return self
+
 
 def _parse_category_rows(value: Any) -> Any:
     return parse_count(value, "smallest")

@@ -7,8 +7,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config.extensions import make_name_validator
 from ratchet.config.fields import (
+    Count,
     Name,
     Names,
+    NotNegative,
     Number,
     OptionalPositiveCount,
     Positive,
@@ -38,6 +40,20 @@ class RewardSettings(Section):
     """Timeout for scoring all answers, in seconds."""
 
 
+class PairSettings(Section):
+    """Pairs of a chosen and a rejected answer to the same prompt: `ratchet select --pairs`."""
+
+    by: Literal["reference", "reward", "judge"] | None = None
+    """What decides: the prompt's reference (right or wrong), select.reward, or the model of evaluate.judge. null: the
+    reward if there is one, else the reference."""
+    min_difference: NotNegative = 0.0
+    """Minimum difference of the scores of a pair; equal scores never make a pair."""
+    similar_length: bool = False
+    """Among pairs with the same difference of scores, take the one whose answers have the most similar lengths."""
+    seed: Count = 0
+    """Seed of the choice among equal pairs."""
+
+
 class Select(Section):
     """Selection of generated answers as training data: `ratchet select`. Filters apply in this order."""
 
@@ -62,11 +78,13 @@ class Select(Section):
     reward: RewardSettings = RewardSettings()
     """A program that scores answers."""
     max_per_prompt: PositiveCount = 1
-    """Maximum number of answers to take for each prompt."""
+    """Maximum number of answers (with --pairs: of pairs) to take for each prompt."""
     reasoning: Literal["keep", "drop"] = "drop"
     """`keep`: train on the reasoning too, between generate.reasoning_tags."""
     deduplication: DeduplicationSettings = DeduplicationSettings()
     """Which rows (prompt and answer) count as duplicates; the first one is kept."""
+    pairs: PairSettings = PairSettings()
+    """Pairs of a chosen and a rejected answer, for preference tuning."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Select":

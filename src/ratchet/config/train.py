@@ -367,11 +367,11 @@ def _find_conflict(train: Train) -> str | None:
 
 def _find_objective_conflict(train: Train) -> str | None:
     if train.objective != "sft" and train.distill.teacher is not None:
-        return f"objective: {train.objective} has no teacher; set distill.teacher: null, or objective: sft"
+        return f"objective: {train.objective} has no teacher; set train.distill.teacher: null, or train.objective: sft"
     if train.objective != "sft" and "token_accuracy" in train.early_stopping.metrics:
         return (
-            f"early_stopping.metrics: found token_accuracy, which objective: {train.objective} does not compute; set "
-            "[loss], or objective: sft"
+            f"early_stopping.metrics: found token_accuracy, which train.objective: {train.objective} does not "
+            "compute; set [loss], or train.objective: sft"
         )
     if train.objective == "kto" and train.batch_size == 1:
         return (
@@ -384,15 +384,20 @@ def _find_objective_conflict(train: Train) -> str | None:
 def _find_initialization_conflict(train: Train) -> str | None:
     name = train.initialization
     if train.init_adapter is not None and (name != "zero" or train.adapter == "adalora"):
-        setting = "adapter: adalora" if name == "zero" else f"initialization: {name}"
-        return f"init_adapter: trained weights have no state of {setting}; set init_adapter: null, or another adapter"
+        key, value = ("adapter", "adalora") if name == "zero" else ("initialization", name)
+        return (
+            f"init_adapter: trained weights have no state of train.{key}: {value}; set train.init_adapter: null, or "
+            f"another train.{key}"
+        )
     if name == "pissa":
         return _find_pissa_conflict(train)
     if name != "zero" and train.adapter == "adalora":
-        return f"initialization: {name} is for LoRA's two matrices, and adalora has three; set initialization: zero"
+        return (
+            f"initialization: {name} is for LoRA's two matrices, and adalora has three; set train.initialization: zero"
+        )
     if name == "loftq" and (train.quantization == "none" or train.adapter == "dora"):
-        found = f"quantization: {train.quantization} and adapter: {train.adapter}"
-        return f"initialization: loftq needs 4-bit weights and adapter: lora, found {found}; set those, or zero"
+        found = f"train.quantization: {train.quantization} and train.adapter: {train.adapter}"
+        return f"initialization: loftq needs 4-bit weights and train.adapter: lora, found {found}; set those, or zero"
     if name == "orthogonal" and (odd := [rank for rank in (train.rank, *train.rank_pattern.values()) if rank % 2]):
         return f"initialization: orthogonal splits the rank into halves; found rank {odd[0]}; set an even one"
     return None
@@ -402,10 +407,10 @@ def _find_pissa_conflict(train: Train) -> str | None:
     if train.quantization != "none":
         return (
             f"initialization: pissa subtracts singular vectors from the base's weights, which peft supports for 16 and "
-            f"32 bits only, not {train.quantization}; set quantization: none, or initialization: zero"
+            f"32 bits only, not {train.quantization}; set train.quantization: none, or train.initialization: zero"
         )
     if train.adapter != "lora":
-        return f"initialization: pissa supports plain LoRA only, not {train.adapter}; set adapter: lora"
+        return f"initialization: pissa supports plain LoRA only, not {train.adapter}; set train.adapter: lora"
     return None
 
 
@@ -413,7 +418,7 @@ def _find_optimizer_conflict(train: Train) -> str | None:
     if train.schedule == "exponential" and train.final_learning_rate_share == 0:
         return (
             "final_learning_rate_share: found 0, which an exponential decay never reaches; set a share above 0, such "
-            "as 0.1, or another schedule"
+            "as 0.1, or another train.schedule"
         )
     if train.adapter_dtype == "float16" and train.optimizer == "adamw":
         return (
@@ -432,7 +437,9 @@ def _find_adalora_conflict(train: Train) -> str | None:
     if train.adalora.warmup_ratio + train.adalora.final_ratio >= 1:
         return "adalora: warmup_ratio + final_ratio leave no steps in which ranks can shrink; set a sum below 1"
     if train.use_rslora or train.rank_pattern or train.alpha_pattern:
-        return "adapter: adalora adapts ranks itself; remove use_rslora, rank_pattern and alpha_pattern"
+        return (
+            "adapter: adalora adapts ranks itself; remove train.use_rslora, train.rank_pattern and train.alpha_pattern"
+        )
     if train.loraplus_lr_ratio != 1:
         return "loraplus_lr_ratio: LoRA+ needs LoRA's two matrices, and adalora has three; set it to 1"
     if train.guards.uses_roll_back:

@@ -55,7 +55,7 @@ def build_card(
         codes = ingestion.split_assigner.stratum_codes()[np.array(accepted.split_indices, dtype=np.int64)]
         strata = _count_by_split(ingestion.split_assigner.strata, codes, members)
     cut = np.array(accepted.truncated_tokens)
-    from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)[members["train"]]
+    teachers = [card.teacher_provenance for card in sources.values() if card.teacher_provenance is not None]
     return DatasetCard(
         digest="",
         sources={name: content for card in sources.values() for name, content in card.files.items()},
@@ -74,7 +74,7 @@ def build_card(
         source_cards=sources,
         repeated=int((repetitions - 1).sum()),
         balanced=selection.balanced,
-        teacher_rows=int(np.count_nonzero(from_teacher)),
+        teacher_rows=sum(teacher.training_rows for teacher in teachers),
         end_of_turn=ingestion.encoder.end_of_turn,
         wanted={**split_fractions(settings)},
         strata=strata,
@@ -92,7 +92,7 @@ def build_card(
         },
         packing=_compute_fill_rates(lengths[written["train"]]),
         missing_fields=ingestion.passthrough.missing,
-        notes=tuple(_notes(ingestion, settings, strata, selection)),
+        notes=(*_notes(ingestion, settings, strata, selection), *_describe_held_out_pairs(reader)),
     )
 
 
@@ -217,6 +217,16 @@ def _notes(
 
 def _join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
+
+
+def _describe_held_out_pairs(reader: SourceReader) -> Iterator[str]:
+    """Yield a note if validation and test rows are pairs of generated answers."""
+    deciders = sorted({card.pairs.by for card in reader.teacher_cards if card is not None and card.pairs is not None})
+    if deciders and not any(reader.teacher_sources):
+        yield (
+            "validation and test rows are pairs of generated answers too, because no source has other pairs; which "
+            f"answer is better was decided by the {' or the '.join(deciders)}"
+        )
 
 
 def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, selection: RowSelection) -> Iterator[str]:

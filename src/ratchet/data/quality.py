@@ -66,14 +66,17 @@ class QualityChecks:
 
     def find_flaws(self, row: SourceRow) -> Iterator[tuple[QualityCheck, str]]:
         """Yield each check that the row fails, with an explanation."""
-        messages = row.conversation.messages
+        conversation = row.conversation
+        rejected = [] if conversation.rejected is None else [conversation.rejected]
+        messages = [*conversation.messages, *rejected]
         answers = [extract_text(message) for message in messages if message["role"] == "assistant"]
         texts = [extract_text(message) for message in messages]
+        last = [conversation.response, *map(extract_text, rejected)]
         if problem := next(filter(None, map(find_garbled_text, texts)), None):
             yield "garbled", problem
         if problem := next(filter(None, map(find_spam, answers)), None):
             yield "spam", problem
-        if problem := find_cut_off(row.conversation.response):
+        if problem := next(filter(None, map(find_cut_off, last)), None):
             yield "cut_off", problem
         if self._settings.quality.field and (problem := self._find_low_score(row)):
             yield "low_score", problem

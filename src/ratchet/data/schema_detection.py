@@ -154,7 +154,8 @@ def detect_schema(
         if schema in ("auto", name) and (reader := detect(sampled)):
             # If the settings name the prompt column, common names of other columns do not count.
             system = sampled.find_optional("system", *(() if columns.prompt else _SYSTEM_COLUMNS))
-            tools = sampled.find_optional("tools", *(("tools", "functions") if name in TURN_KEYS else ()))
+            has_tools = name in TURN_KEYS or name == "preferences"
+            tools = sampled.find_optional("tools", *(("tools", "functions") if has_tools else ()))
             desirable = sampled.find_desirability() if reads_labels and name != "preferences" else ""
             desirable = "" if desirable == reader._response else desirable  # a class label is the answer itself
             description = reader.description + sampled.describe_optional(system=system, tools=tools, label=desirable)

@@ -49,10 +49,18 @@ class Embedder:
                 f"params.yaml: {SETTING}: {name} holds {pickles[0]}, which may be a pickle that runs code; use a model "
                 "whose weights are safetensors, and remove the other files"
             )
-        if "modules.json" not in names or not any(file.endswith(".safetensors") for file in names):
+        lacking = [
+            text
+            for text, is_there in (
+                ("modules.json", "modules.json" in names),
+                ("*.safetensors", any(file.endswith(".safetensors") for file in names)),
+            )
+            if not is_there
+        ]
+        if not folder.is_dir() or lacking:
+            found = f"has no {' and no '.join(lacking)}" if folder.is_dir() else "is not a folder"
             raise DataError(
-                f"params.yaml: {SETTING}: {name} is not a folder with modules.json and safetensors, as "
-                "sentence-transformers and model2vec save it"
+                f"params.yaml: {SETTING}: {name} {found}; name a folder that sentence-transformers or model2vec saved"
             )
         from sentence_transformers import SentenceTransformer
 

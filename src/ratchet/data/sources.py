@@ -68,6 +68,16 @@ class SourceReader:
                 seen[name] = number
         self.teacher_cards = [find_teacher_card(*pair) for pair in zip(settings.sources, self.files, strict=True)]
 
+    @property
+    def teacher_sources(self) -> list[bool]:
+        """For each source: whether its rows are answers of a teacher, which are only trained on.
+
+        If all sources are pairs of `ratchet select` and prepare.task is preferences, their rows are also held out:
+        there is nothing else that could show what the model prefers.
+        """
+        has_only_pairs = self._settings.task == "preferences" and all(map(_has_pairs, self.teacher_cards))
+        return [card is not None and not has_only_pairs for card in self.teacher_cards]
+
     def rows(self) -> Iterator[SourceRow | MalformedRecord]:
         """Yield all rows of all sources, with labels stripped of white space. You can call this method more than once.
 
@@ -105,6 +115,8 @@ class SourceReader:
             require_teacher_card(source, fields)
         elif source.record_schema == "auto" and source.columns is None:
             schema, columns = "messages", ColumnSettings(messages="messages")
+            if _has_pairs(self.teacher_cards[number]):
+                schema, columns = "preferences", ColumnSettings(prompt="prompt", response="chosen", rejected="rejected")
         reads_labels = self._settings.task == "preferences"
         reader = schema_detection.detect_schema(fields, schema, columns, source.label, setting, reads_labels)
         self.schema_descriptions[number] = reader.description
@@ -126,6 +138,10 @@ class SourceReader:
                     yield MalformedRecord(where, flaw, number)
                 else:
                     yield from reader.rows(where, fields, number)
+
+
+def _has_pairs(card: SelectionCard | None) -> bool:
+    return card is not None and card.pairs is not None
 
 
 def _strip_label(row: SourceRow | MalformedRecord) -> SourceRow | MalformedRecord:
@@ -324,7 +340,8 @@ def find_teacher_card(source: SourceSettings, files: Mapping[str, Path]) -> Sele
 
 def require_teacher_card(source: SourceSettings, records: Sequence[Fields]) -> None:
     """Raise DataError if records are marked as teacher answers but their file has no selection card."""
-    if any(isinstance(record.get(PROVENANCE), dict) and "generation" in record[PROVENANCE] for record in records):
+    origins = (record.get(PROVENANCE) for record in records)
+    if any(isinstance(origin, dict) and origin.keys() & {"generation", "chosen"} for origin in origins):
         name = card_path(Path(source.files or source.label)).name
         raise DataError(
             f"{source.label}: the rows were written by `ratchet select` ({PROVENANCE}), but their card is missing; "

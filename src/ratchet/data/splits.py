@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.data.conversation import SourceRow
+from ratchet.data.schema_detection import FieldNames
 from ratchet.errors import DataError
 from ratchet.storage import digests
 
@@ -75,6 +76,10 @@ class SplitAssigner:
             self._source_splits = [
                 TRAIN if self.is_from_teacher(source) else split for source, split in enumerate(self._source_splits)
             ]
+        split = self.settings
+        named = [("group", split.group), ("time", split.time), *(("stratify", name) for name in split.stratify or ())]
+        self._used = [(setting, name) for setting, name in named if name and (setting, name) != ("stratify", LENGTH)]
+        self._unseen, self._fields = self._used, FieldNames()
         self._positions, self._times = array("d"), array("d")
         self._fixed_splits, self._codes = array("b"), array("l")
         self._code_of: dict[str, int] = {}
@@ -85,11 +90,10 @@ class SplitAssigner:
 
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can be assigned."""
-        split = self.settings
-        used = [("group", split.group), ("time", split.time), *(("stratify", name) for name in split.stratify or ())]
-        for setting, name in used:
-            if name is None or (setting == "stratify" and name == LENGTH):
-                continue
+        if self._unseen:
+            self._fields.add(row.fields)
+            self._unseen = [(setting, name) for setting, name in self._unseen if name not in row.fields]
+        for setting, name in self._used:
             if setting != "group" and self.is_from_teacher(row.source):
                 continue
             if row.fields.get(name) is None:
@@ -123,6 +127,12 @@ class SplitAssigner:
             if not self.is_from_teacher(row.source):
                 self._time_kinds.add("numbers" if _finite_number(value) is not None else "dates")
         return len(self._positions) - 1
+
+    def check(self) -> None:
+        """Raise DataError if no row has one of the fields. Call this method after all rows."""
+        if self._unseen and self._fields.names:
+            setting, name = self._unseen[0]
+            raise DataError(f"params.yaml: prepare.split.{setting}: {self._fields.describe_missing(name)}")
 
     def stratum_codes(self) -> NDArray[np.int64]:
         """Return the index into `strata` of each row."""

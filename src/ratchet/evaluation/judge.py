@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any, Literal
 
 from ratchet.config.evaluate import JudgeSettings
@@ -168,6 +169,47 @@ class JudgeSession:
         keys = list(map(self._make_key, requests))
         replies = self._collect_replies(dict(zip(keys, requests, strict=True)), progress)
         return [replies[key] for key in keys]
+
+    def rank_answers(
+        self, prompts: Sequence[tuple[Conversation, Sequence[str], str | None]], progress: Progress
+    ) -> list[list[float | None]]:
+        """Compare all different answers to each prompt with each other, in both orders; return scores of the answers.
+
+        A score is the mean over the other answers (1 better, 0.5 equal, 0 worse); None if no verdict could be read.
+        Equal texts have the same score.
+
+        Args:
+            prompts: conversation (its last message is left out), answers and reference of each prompt.
+            progress: receives a line with the number of requests.
+
+        Raises:
+            SettingsError: the server refuses a request.
+            EndpointError: the server stopped answering; its earlier replies are stored.
+        """
+        messages: dict[str, list[Message]] = {}
+        comparisons: list[list[tuple[str, str, list[str]]]] = []
+        for conversation, answers, reference in prompts:
+            comparisons.append([])
+            for pair in combinations(dict.fromkeys(answers), 2):
+                shown = reference if self.settings.show_reference else None
+                requests = [build_messages(self.rubric, conversation, order, shown) for order in (pair, pair[::-1])]
+                keys = [self._make_key(request) for request in requests]
+                messages |= zip(keys, requests, strict=True)
+                comparisons[-1].append((*pair, keys))
+        replies = self._collect_replies(messages, progress)
+        scores: list[list[float | None]] = []
+        for (_, answers, _), compared in zip(prompts, comparisons, strict=True):
+            points: dict[str, list[float]] = {answer: [] for answer in answers}
+            for first, second, keys in compared:
+                verdicts = [parse_verdict(replies[key]["text"]) for key in keys]
+                preferred = [verdict and side[verdict] for verdict, side in zip(verdicts, SIDES, strict=True)]
+                score = PairwiseJudgement("", (preferred[0], preferred[1])).score
+                if score is not None:
+                    points[first].append(score)
+                    points[second].append(1 - score)
+            means = {answer: math.fsum(found) / len(found) if found else None for answer, found in points.items()}
+            scores.append([means[answer] for answer in answers])
+        return scores
 
     def _make_key(self, messages: list[Message]) -> str:
         return digests.hash_json({"messages": messages, "sampling": asdict(self._sampling)})

@@ -1,5 +1,7 @@
 """Selects training rows from outputs of `ratchet generate`: verifies the outputs, filters and scores their answers.
 
+A row is a prompt with an answer, or with a chosen and a rejected answer (pair_selection.py).
+
 Selection runs in passes over files: filters, scores, choice within a prompt, duplicates. Memory holds one prompt with
 its answers, and for each selected row what duplicate detection needs: 16 bytes of its text's digest (about 100
 bytes including the set that holds the digests), 8 bytes for each MinHash band, and up to 9 more bytes for each band
@@ -40,11 +42,12 @@ from ratchet.data.schema_detection import find_text_flaw
 from ratchet.data.splits import normalize_text
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.inference import output, prompts
+from ratchet.inference.pair_selection import PairChooser, ScoredAnswer
 from ratchet.inference.prompts import Prompt, PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.data import PROVENANCE, FilterReport, TeacherGeneration
+from ratchet.storage.records.data import PROVENANCE, FilterReport, PairScore, PairSelection, TeacherGeneration
 
 _KEY = "select.reward.command"
 STDERR_LINES = 5
@@ -75,8 +78,12 @@ MAX_EXAMPLE_CHARACTERS = 100
 MATCH_TIMEOUT_S = 20.0
 """Time limit in seconds of a regular expression for one answer; with nested repetition, matching can take years."""
 BLOCK_ROWS = 1000
-RESERVED_FIELDS = ("messages", "tools", PROVENANCE)
-"""Keys of a row that generate.extra_fields may not contain."""
+RESERVED_FIELDS, RESERVED_PAIR_FIELDS = (
+    ("messages", "tools", PROVENANCE), ("prompt", "chosen", "rejected", "tools", PROVENANCE)
+)  # fmt: skip
+"""Keys of a row, and of a pair, that generate.extra_fields may not contain."""
+JUDGED_PROMPTS = 64
+"""Number of prompts whose answers the judge compares at once."""
 
 
 class TeacherAnswer(NamedTuple):
@@ -267,10 +274,13 @@ class FilterTally:
 
 
 class AcceptedAnswer(NamedTuple):
-    """An answer that passed the filters, with the fraction of samples that have the same final answer."""
+    """An answer that passed the filters."""
 
     answer: TeacherAnswer
     agreement: float
+    """Fraction of the samples that have the same final answer."""
+    is_right: bool | None
+    """Whether the final answer is that of the reference; None without a reference."""
 
 
 class AnswerFilters:
@@ -280,10 +290,13 @@ class AnswerFilters:
         settings: section `select`.
         labels: generate.labels of each output.
         tally: counts the removed answers.
+        for_pairs: keep wrong answers, and those without a final answer, because pairs reject them.
     """
 
-    def __init__(self, settings: Select, labels: Sequence[Sequence[str]], tally: FilterTally) -> None:
-        self._settings, self._tally = settings, tally
+    def __init__(
+        self, settings: Select, labels: Sequence[Sequence[str]], tally: FilterTally, for_pairs: bool = False
+    ) -> None:
+        self._settings, self._tally, self._for_pairs = settings, tally, for_pairs
         self._labels = [frozenset(names) for names in labels]
         pattern = settings.answer_format if settings.answer_format not in NAMED_FORMATS else None
         self._format = re.compile(pattern) if pattern else None
@@ -300,22 +313,23 @@ class AnswerFilters:
         self._tally.answers += len(prompt_answers.answers)
         reference = prompt_answers.prompt.reference
         expected = None if reference is None else (self._final_answer(reference) or self._comparison_key(reference))
-        if self._settings.reference == "match":
-            self.without_reference += expected is None
-            self.with_reference += expected is not None
+        self.without_reference += expected is None
+        self.with_reference += expected is not None
+        must_match = self._settings.reference == "match" and not self._for_pairs
         passed: list[tuple[TeacherAnswer, str]] = []
         for answer in prompt_answers.answers:
             reason, detail, final = self._check(answer)
-            if not reason and self._settings.reference == "match" and expected not in (None, final):
+            if not reason and must_match and expected not in (None, final):
                 reason, detail = "reference", f"{final!r} is not {expected!r}"
             if reason:
                 self._tally.drop(reason, prompt_answers.prompt.id, answer.sample, detail)
             else:
                 passed.append((answer, final))
-        return self._apply_vote(prompt_answers, passed)
+        return self._apply_vote(prompt_answers, passed, expected)
 
     def _check(self, answer: TeacherAnswer) -> tuple[str, str, str]:
-        """Return the filter that removes an answer (or ""), a detail for the report, and the final answer."""
+        """Return the filter that removes an answer (or ""), a detail for the report, and the final answer ("" if it has
+        none)."""
         settings, text = self._settings, answer.text
         if answer.finish not in settings.finish_reasons:
             return "finish", answer.finish, ""
@@ -329,7 +343,7 @@ class AnswerFilters:
         if minimum is not None and (answer.probability is None or answer.probability < minimum):
             return "probability", "unknown" if answer.probability is None else f"{answer.probability:.4f}", ""
         final = self._final_answer(text)
-        return ("no_final_answer", text, "") if final is None else ("", "", final)
+        return ("no_final_answer", text, "") if final is None and not self._for_pairs else ("", "", final or "")
 
     def _has_valid_format(self, answer: TeacherAnswer) -> bool:
         if self._settings.answer_format == "labels":
@@ -357,12 +371,15 @@ class AnswerFilters:
         return parsed or normalize_text(text)
 
     def _apply_vote(
-        self, prompt_answers: PromptAnswers, passed: Sequence[tuple[TeacherAnswer, str]]
+        self, prompt_answers: PromptAnswers, passed: Sequence[tuple[TeacherAnswer, str]], expected: str | None
     ) -> list[AcceptedAnswer]:
         total = len(prompt_answers.answers)
         votes = Counter(final for _, final in passed)
         minimum = self._settings.min_agreement
-        candidates = [AcceptedAnswer(answer, round(votes[final] / total, 4)) for answer, final in passed]
+        candidates = [
+            AcceptedAnswer(answer, round(votes[final] / total, 4), None if expected is None else final == expected)
+            for answer, final in passed
+        ]
         if minimum is None or not passed:
             return candidates
         _, winner = min(((-votes[final], *likelihood_key(answer)), final) for answer, final in passed)
@@ -587,6 +604,15 @@ def _format_stderr(stderr_tail: bytes) -> str:
 # Selection.
 
 
+class JudgedPrompt(NamedTuple):
+    """A prompt and the answers to it that a judge compares."""
+
+    conversation: Conversation
+    """The messages of the prompt, and an empty answer."""
+    answers: list[str]
+    reference: str | None
+
+
 class _FilteredPrompt(NamedTuple):
     """A prompt with its accepted answers and their scores."""
 
@@ -596,14 +622,23 @@ class _FilteredPrompt(NamedTuple):
 
     def to_line(self) -> bytes:
         """Return a line of JSON, without the scores, which are computed later."""
-        accepted = [[*item.answer, item.agreement] for item in self.accepted]
+        accepted = [[*item.answer, item.agreement, item.is_right] for item in self.accepted]
         return output.encode_line({"prompt": self.prompt, "accepted": accepted})
+
+    def to_judged(self) -> JudgedPrompt:
+        """Return prompt and answers for a judge."""
+        messages = [*self.prompt["messages"], {"role": "assistant", "content": ""}]
+        texts = [one.answer.text for one in self.accepted]
+        return JudgedPrompt(Conversation(messages, self.prompt["tools"]), texts, self.prompt["reference"])
 
     @classmethod
     def from_line(cls, line: bytes) -> "_FilteredPrompt":
         """Read the output of `to_line`."""
         document = json.loads(line)
-        accepted = [AcceptedAnswer(TeacherAnswer(*parts), agreement) for *parts, agreement in document["accepted"]]
+        accepted = [
+            AcceptedAnswer(TeacherAnswer(*parts), agreement, is_right)
+            for *parts, agreement, is_right in document["accepted"]
+        ]
         return cls(document["prompt"], accepted, [None] * len(accepted))
 
 
@@ -616,15 +651,21 @@ class AnswerSelector:
         outputs: the outputs.
         root: the project's directory.
         folder: folder for temporary files.
+        pairs_by: what decides about pairs of answers. None: a row has one answer.
+        judge: returns the scores of the answers to prompts, if `pairs_by` is judge.
     """
 
     settings: Select
     outputs: Sequence[GenerationOutput]
     root: Path
     folder: Path
+    pairs_by: PairScore | None = None
+    judge: Callable[[Sequence[JudgedPrompt]], Sequence[Sequence[float | None]]] | None = None
 
     def __post_init__(self) -> None:
         self.tally = FilterTally()
+        limit = self.settings.max_per_prompt
+        self._chooser = PairChooser(self.pairs_by, self.settings.pairs, limit) if self.pairs_by else None
         self.prompts = self.without_reference = self.rows = self.prompts_with_rows = 0
         self._request_count = self._row_count = 0
         """Number of answers to score, and of selected rows before near-duplicates are removed."""
@@ -633,14 +674,14 @@ class AnswerSelector:
         """Write the selected rows, in the order of the prompts.
 
         Raises:
-            SettingsError: the reward fails, or select.reference is `match` and no prompt has a reference.
+            SettingsError: the reward or the judge fails, or no prompt has a reference although one is needed.
             DamagedFileError: an output is damaged.
             OSError: a file cannot be written.
         """
         filtered, selected = self.folder / "filtered.jsonl", self.folder / "selected.jsonl"
         files.write_blocks(filtered, output.batch_lines(item.to_line() for item in self._filter()))
         reward_output = None
-        if self.settings.reward.command or self.settings.reward.function:
+        if self.pairs_by in (None, "reward") and (self.settings.reward.command or self.settings.reward.function):
             requests = self.folder / "requests.jsonl"
             files.write_blocks(requests, output.batch_lines(self._reward_requests(filtered)))
             if self.settings.reward.function is None:
@@ -656,19 +697,26 @@ class AnswerSelector:
             texts.close()
         files.write_blocks(target, output.batch_lines(self._unique_rows(selected, dropped)))
 
+    @property
+    def pairs(self) -> PairSelection | None:
+        """Counts of pairs; None if a row has one answer."""
+        return None if self._chooser is None else self._chooser.report
+
     def _filter(self) -> Iterator[_FilteredPrompt]:
         labels = [generation.card.spec.generate.labels for generation in self.outputs]
-        filters = AnswerFilters(self.settings, labels, self.tally)
+        filters = AnswerFilters(self.settings, labels, self.tally, self.pairs_by is not None)
         for prompt_answers in read_prompt_answers(self.outputs):
             self.prompts += 1
-            if accepted := filters.apply(prompt_answers):
+            accepted = filters.apply(prompt_answers)
+            if accepted or self.pairs_by is not None:
                 yield _FilteredPrompt(_prompt_document(prompt_answers.prompt), accepted, [])
-        self.without_reference = filters.without_reference
-        if self.settings.reference == "match" and not filters.with_reference:
-            raise SettingsError(
-                "select.reference: found match, but no prompt has a reference; generate answers to prompts with "
-                "references"
-            )
+        if self.pairs_by == "reference" or (self.pairs_by is None and self.settings.reference == "match"):
+            self.without_reference = filters.without_reference
+            if not filters.with_reference:
+                key = "select.pairs.by: found reference" if self.pairs_by else "select.reference: found match"
+                raise SettingsError(
+                    f"{key}, but no prompt has a reference; generate answers to prompts with references"
+                )
 
     def _reward_requests(self, filtered: Path) -> Iterator[bytes]:
         """Yield the input lines of the reward, one per answer."""
@@ -681,8 +729,16 @@ class AnswerSelector:
                 )
 
     def _read_scored(self, filtered: Path, reward_output: RewardOutput | None) -> Iterator[_FilteredPrompt]:
+        if self.judge is not None:
+            items = _read_filtered(filtered)
+            while batch := list(islice(items, JUDGED_PROMPTS)):
+                judged = self.judge([item.to_judged() for item in batch])
+                yield from (item._replace(scores=[*scores]) for item, scores in zip(batch, judged, strict=True))
+            return
         if reward_output is None:
-            yield from _read_filtered(filtered)
+            for item in _read_filtered(filtered):
+                is_scored = self.pairs_by == "reference" and item.prompt["reference"] is not None
+                yield item._replace(scores=[float(one.is_right or 0) for one in item.accepted]) if is_scored else item
             return
         scores = read_scores(reward_output, self._request_count)
         for item in _read_filtered(filtered):
@@ -693,17 +749,52 @@ class AnswerSelector:
         """Yield a line [number of the prompt, row] for each selected row that is not an exact duplicate."""
         keys: set[bytes] = set()
         for number, item in enumerate(scored):
-            for accepted, score in self._select_best(item):
-                row = self._row(item.prompt, accepted, score)
-                conversation = Conversation(row["messages"], row.get("tools"))
+            for row in self._rows(item) if self._chooser is None else self._pairs(item, self._chooser):
+                conversation = _row_conversation(row)
                 key = deduplication.exact_key(f"{conversation.system}\0{conversation.text}")
                 if key in keys:
-                    self.tally.drop("duplicate", item.prompt["id"], accepted.answer.sample)
+                    self._drop_duplicate("duplicate", row)
                     continue
                 keys.add(key)
                 texts.add([conversation.text])
                 self._row_count += 1
                 yield output.encode_line([number, row])
+
+    def _drop_duplicate(self, name: str, row: dict[str, Any]) -> None:
+        if self._chooser is not None:
+            self._chooser.duplicates += 1
+        else:
+            self.tally.drop(name, row["id"], row[PROVENANCE]["sample"])
+
+    def _rows(self, item: _FilteredPrompt) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a prompt, each with one answer."""
+        for accepted, score in self._select_best(item):
+            origin = self._describe_origin(accepted) | {"agreement": accepted.agreement, "reward": score}
+            answer = {"role": "assistant", "content": self._answer_text(accepted)}
+            messages = [*item.prompt["messages"], answer]
+            yield {
+                "id": item.prompt["id"], "messages": messages, **_other_fields(item.prompt), PROVENANCE: origin
+            }  # fmt: skip
+
+    def _pairs(self, item: _FilteredPrompt, chooser: PairChooser) -> Iterator[dict[str, Any]]:
+        """Yield the pairs of a prompt."""
+        pairs: list[tuple[int, int]] = []
+        if self.pairs_by != "reference" or item.prompt["reference"] is not None:
+            scored = zip(item.accepted, item.scores, strict=True)
+            pairs = chooser.choose(
+                item.prompt["id"], [ScoredAnswer(self._answer_text(a), score) for a, score in scored]
+            )
+        used = {index for pair in pairs for index in pair}
+        for index, accepted in enumerate(item.accepted):
+            if index not in used:
+                self.tally.drop("not_selected", item.prompt["id"], accepted.answer.sample)
+        for pair in pairs:
+            row: dict[str, Any] = {"id": item.prompt["id"], "prompt": item.prompt["messages"]}
+            origin: dict[str, Any] = {"by": self.pairs_by}
+            for name, index in zip(("chosen", "rejected"), pair, strict=True):
+                row[name] = [{"role": "assistant", "content": self._answer_text(item.accepted[index])}]
+                origin[name] = self._describe_origin(item.accepted[index]) | {"score": item.scores[index]}
+            yield row | _other_fields(item.prompt) | {PROVENANCE: origin}
 
     def _select_best(self, item: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
         """Return the selected answers to a prompt, best first."""
@@ -723,23 +814,18 @@ class AnswerSelector:
             self.tally.drop("not_selected", item.prompt["id"], accepted.answer.sample)
         return candidates[: self.settings.max_per_prompt]
 
-    def _row(self, prompt: dict[str, Any], accepted: AcceptedAnswer, score: float | None) -> dict[str, Any]:
+    def _answer_text(self, accepted: AcceptedAnswer) -> str:
+        """Return the text that is trained on: the answer, with its reasoning if select.reasoning is keep."""
         answer = accepted.answer
-        generation = self.outputs[answer.output_index]
-        spec, text = generation.card.spec, answer.text
-        if self.settings.reasoning == "keep" and answer.reasoning is not None:
-            begin, end = spec.generate.reasoning_tags
-            text = f"{begin}\n{answer.reasoning}\n{end}\n\n{text}"
-        tools = {"tools": prompt["tools"]} if prompt["tools"] else {}
-        provenance = {
-            "generation": generation.card.id,
-            "model": spec.model.digest[: digests.SHORT],
-            "sample": answer.sample,
-            "agreement": accepted.agreement,
-            "reward": score,
-        }
-        messages = [*prompt["messages"], {"role": "assistant", "content": text}]
-        return {"id": prompt["id"], "messages": messages, **tools, **prompt["fields"], PROVENANCE: provenance}
+        if self.settings.reasoning == "drop" or answer.reasoning is None:
+            return answer.text
+        begin, end = self.outputs[answer.output_index].card.spec.generate.reasoning_tags
+        return f"{begin}\n{answer.reasoning}\n{end}\n\n{answer.text}"
+
+    def _describe_origin(self, accepted: AcceptedAnswer) -> dict[str, Any]:
+        card = self.outputs[accepted.answer.output_index].card
+        model = card.spec.model.digest[: digests.SHORT]
+        return {"generation": card.id, "model": model, "sample": accepted.answer.sample}
 
     def _find_near_duplicates(self, texts: TextSpool) -> NDArray[np.bool_]:
         """Return a mask of the selected rows that are near-duplicates of an earlier row."""
@@ -763,8 +849,10 @@ class AnswerSelector:
             for line, is_dropped in zip(stream, dropped, strict=True):
                 number, row = json.loads(line)
                 if is_dropped:
-                    self.tally.drop("near_duplicate", row["id"], row[PROVENANCE]["sample"])
+                    self._drop_duplicate("near_duplicate", row)
                     continue
+                if self._chooser is not None:
+                    self._chooser.count(*(row[name][0]["content"] for name in ("chosen", "rejected")))
                 self.rows += 1
                 self.prompts_with_rows += number != last
                 last = number
@@ -773,6 +861,18 @@ class AnswerSelector:
 
 def _block_range(start: int, end: int) -> range:
     return range(start, min(start + BLOCK_ROWS, end))
+
+
+def _row_conversation(row: dict[str, Any]) -> Conversation:
+    if "messages" in row:
+        return Conversation(row["messages"], row.get("tools"))
+    return Conversation([*row["prompt"], *row["chosen"]], row.get("tools"), rejected=row["rejected"][0])
+
+
+def _other_fields(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return tools and fields of a prompt as its rows have them."""
+    fields: dict[str, Any] = prompt["fields"]
+    return {"tools": prompt["tools"], **fields} if prompt["tools"] else fields
 
 
 def _prompt_document(prompt: Prompt) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def die_with_starter(number: int) -> None:
 
 
 def _send_at_end(descriptor: int, number: int) -> None:
-    """Wait until the process of a descriptor ends, also if nobody has read its exit code; then send the signal."""
+    """Wait until the process of a descriptor ends, also if no process has read its exit code; then send the signal."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()

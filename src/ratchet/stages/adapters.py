@@ -36,21 +36,24 @@ def adapters(
         DamagedFileError: llama.cpp computes other values than base + adapter.
         LockHeldError: another process exports this project.
     """
-    from ratchet.exporters import adapter_server  # needs the extra `export`
-
     if not named:
         raise SettingsError("adapters: found no adapter; name at least one as NAME=DIRECTORY")
     for name, path in named.items():
-        if not _NAME.fullmatch(name) or name == adapter_server.BASE_NAME or name.startswith("base-"):
+        if not _NAME.fullmatch(name) or name == "base" or name.startswith("base-"):
             raise SettingsError(
                 f"adapters: found the name {name!r}; expected letters, digits, dots, _ and -, and not {name!r}"
                 if name.startswith("base")
                 else f"adapters: found the name {name!r}; expected letters, digits, dots, _ and -"
             )
-        adapter_server.require_servable(name, path)
-        pickle_scan.scan_directory(path)
+        if not path.is_dir():
+            raise SettingsError(f"{name}: found no directory {path}; name the directory of a saved adapter")
     if directory.exists() and not (directory / REPORT).is_file():
         raise SettingsError(f"{directory}: already exists and was not written by this command; name a new directory")
+    from ratchet.exporters import adapter_server  # needs the extra `export`, and loads torch
+
+    for name, path in named.items():
+        adapter_server.require_servable(name, path)
+        pickle_scan.scan_directory(path)
     types = [name for name in project.settings.export.gguf.types if name in get_args(BuiltInGgufType)]
     type_ = cast(BuiltInGgufType, types[0] if types else "f16")
     with project.lock("export"), files.sealed_directory(directory, "adapters") as scratch:

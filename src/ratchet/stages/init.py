@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
     example: str | None = None,
     prompt: str | None = None,
     response: str | None = None,
+    rejected: str | None = None,
     base: str | None = None,
     revision: str | None = None,
 ) -> InitResult:
@@ -153,7 +155,8 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         data: rows to learn from; copied into the project. May be None with an example; add rows to data/raw then.
         example: an example project (`list_examples`), whose settings are used; None: settings that fit the data.
         prompt: column with the user's text; None: detected.
-        response: column with the answer or label; None: detected.
+        response: column with the answer or label, or with the chosen answer of a pair; None: detected.
+        rejected: column with the rejected answer of a pair; None: detected.
         base: `tiny`, a hub id or a directory; None: that of the example, or `tiny`.
         revision: commit, tag or branch of a hub id.
 
@@ -165,7 +168,7 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
     """
     directory, data = Path(directory), None if data is None else Path(data)
     target = directory.resolve()
-    columns = (prompt, response)
+    columns = {"prompt": prompt, "response": response, "rejected": rejected}
     _check_arguments(directory, data, example, columns)
     base_settings = None  # that of the example
     if base is not None or example is None:
@@ -204,7 +207,8 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         raise SettingsError(f"{directory}: cannot be created ({error.strerror}: {error.filename})") from None
     except DataError as error:  # name the file and the flags that the user typed
         text = str(error).replace(f"data/raw/{data.name if data else ''}", str(data))
-        text = text.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
+        for name in columns:
+            text = text.replace(f"prepare.columns.{name}", f"--{name}")
         raise DataError(text) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -222,7 +226,7 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
 
 
 def _check_arguments(
-    directory: Path, data: Path | None, example: str | None, columns: tuple[str | None, str | None]
+    directory: Path, data: Path | None, example: str | None, columns: Mapping[str, str | None]
 ) -> None:
     target = directory.resolve()
     if example is not None and example not in list_examples():
@@ -233,23 +237,25 @@ def _check_arguments(
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if data is not None and not data.is_file():
         raise DataError(f"--data {data}: {'not a file' if data.exists() else 'no such file'}")
-    prompt, response = columns
-    if (None in columns or prompt == response or "" in columns) and columns != (None, None):
+    named = {name: column for name, column in columns.items() if column is not None}
+    is_complete = {"prompt", "response"} <= named.keys() and "" not in named.values()
+    if named and not (is_complete and len({*named.values()}) == len(named)):
+        found = " ".join(f"--{name} {column!r}" for name, column in named.items())
         raise SettingsError(
-            f"--prompt {prompt!r} --response {response!r}: expected two different columns, or neither of these options"
+            f"{found}: expected different columns for --prompt and --response (for pairs also --rejected), or none of "
+            "these options"
         )
 
 
 def _choose_params(
-    layout: ProjectLayout, example: str | None, data: Path | None, columns: tuple[str | None, str | None],
+    layout: ProjectLayout, example: str | None, data: Path | None, columns: Mapping[str, str | None],
     base: Base | None, model_name: str,
 ) -> tuple[str, InitDataSummary]:  # fmt: skip
     """Return the text of params.yaml, of the example or suggested for the data, and a summary of the data."""
     changes: dict[str, Any] = {"promote.model_name": model_name}
     if data is not None:
         changes["prepare.sources"] = (f"data/raw/{data.name}",)
-    if columns != (None, None):
-        changes |= {"prepare.columns.prompt": columns[0], "prepare.columns.response": columns[1]}
+    changes |= {f"prepare.columns.{name}": column for name, column in columns.items() if column is not None}
     if base is not None:
         changes |= {"base.source": base.source, "base.revision": base.revision}
     if example is None:

@@ -53,7 +53,6 @@ def prepare(project: Project) -> DatasetCard:
         base = BaseCard.load(layout.base_card)
         tokenizer = base_model.load_project_tokenizer(layout, base)
         reader = SourceReader(layout.root, settings.prepare)
-        from_teacher = [card is not None for card in reader.teacher_cards]
         planted = canaries.create_canaries(settings.prepare.canaries, settings.prepare.split.seed)
         planted_rows = canaries.encode_canaries(planted, tokenizer, settings.prepare.max_tokens)
         benchmarks = _load_benchmarks(layout, settings)
@@ -61,7 +60,9 @@ def prepare(project: Project) -> DatasetCard:
         with files.sealed_directory(layout.data, "data") as scratch:
             temporary = scratch / ".aside"
             temporary.mkdir()
-            with closing(RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, from_teacher)) as ingestion:
+            with closing(
+                RowIngestion(settings.prepare, tokenizer, benchmarks, temporary, reader.teacher_sources)
+            ) as ingestion:
                 ingestion.ingest(_count_rows(reader.rows()))
                 selection = select_rows(ingestion, settings.prepare, embedder)
                 _check_splits(settings.prepare, ingestion, selection)
@@ -109,6 +110,7 @@ def _count_rows(rows: Iterator[SourceRow | MalformedRecord]) -> Iterator[SourceR
 
 def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSelection) -> None:
     """Raise DataError if the rows cannot be used, before anything is written."""
+    ingestion.split_assigner.check()
     ingestion.passthrough.check()
     ingestion.quality.check()
     ledger = ingestion.ledger

@@ -1,16 +1,19 @@
-"""`ratchet select`: writes the teacher's answers that pass the filters as a data source.
+"""`ratchet select`: writes the answers that pass the filters, or pairs of answers, as a data source.
 
 A card accounts for every answer.
 """
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ratchet.config.select import PairSettings
 from ratchet.config.settings import Settings
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference import answer_selection
-from ratchet.inference.answer_selection import RESERVED_FIELDS, AnswerSelector, GenerationOutput
+from ratchet.inference.answer_selection import RESERVED_FIELDS, RESERVED_PAIR_FIELDS, AnswerSelector, GenerationOutput
 from ratchet.inference.spec import GenerationCard
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
@@ -18,7 +21,10 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path, is_output_current, read_card, write_output
 from ratchet.storage.records.base import Record
-from ratchet.storage.records.data import SelectionCard, SelectionSpec
+from ratchet.storage.records.data import PairScore, SelectionCard, SelectionSpec
+
+if TYPE_CHECKING:
+    from ratchet.evaluation.judge import JudgeSession
 
 ENDING = ".jsonl"
 
@@ -38,8 +44,10 @@ def select(
     output: Path,
     prompts: Path | None = None,
     on_progress: Callable[[str], None] = ignore_progress,
+    *,
+    pairs: bool = False,
 ) -> SelectResult:
-    """Choose among a teacher's answers and write the chosen ones as rows to learn from.
+    """Choose among a model's answers and write the chosen ones as rows to learn from.
 
     Args:
         project: the project; section select of its settings has the filters.
@@ -47,10 +55,12 @@ def select(
         output: the .jsonl file for the rows.
         prompts: the file of prompts, if the directory of the generation no longer exists.
         on_progress: receives a line for each output.
+        pairs: write pairs of a chosen and a rejected answer (select.pairs) instead of single answers.
 
     Raises:
-        SettingsError: the output cannot be written or is another file, the settings do not fit the answers, or the
-            reward program fails.
+        SettingsError: the output cannot be written or is another file, the settings do not fit the answers, the
+            reward program fails, or the judge refuses a request.
+        EndpointError: the judge does not answer.
         DamagedFileError: an output was changed.
         DataError: the prompts are missing, or no answer passes the filters.
         LockHeldError: another process writes this output.
@@ -69,7 +79,8 @@ def select(
     name = digests.hash_bytes(str(target).encode())[: digests.SHORT]
     with FileLock(layout.stage_lock(f"select-{name}"), f"output {target}").acquire(wait_s=1.0):
         outputs = [answer_selection.open_output(path.absolute(), layout, settings, prompts) for path in answers]
-        _require_fitting(outputs, settings)
+        pairs_by = _decide_pairs_by(settings) if pairs else None
+        _require_fitting(outputs, settings, RESERVED_PAIR_FIELDS if pairs else RESERVED_FIELDS)
         ids = [source.card.id for source in outputs]
         if double := next((source for source in outputs if ids.count(source.card.id) > 1), None):
             raise SettingsError(f"{double.path.name}: another output is of the same generation; name one of them")
@@ -78,10 +89,12 @@ def select(
                 f"{source.path.name}: {source.card.answers:,} answers to {source.card.prompts:,} prompts by "
                 f"{source.card.model_name}"
             )
+        judge = _connect_judge(layout, settings) if pairs_by == "judge" else None
         spec = SelectionSpec(
-            select=settings.select,
+            select=settings.select if pairs else settings.select.model_copy(update={"pairs": PairSettings()}),
             teachers=tuple(source.teacher for source in outputs),
-            reward_files=answer_selection.fingerprint(settings.select.reward, layout.root),
+            reward_files=_fingerprint_scorer(settings, layout, pairs_by, judge),
+            pairs_by=pairs_by,
         )
         if target.exists() and read_card(target, GenerationCard) is not None:
             raise SettingsError(f"{target}: is an output of `ratchet generate`; name another --output")
@@ -92,13 +105,59 @@ def select(
             shutil.rmtree(scratch)
         files.make_directory(scratch)
         try:
-            card = _select_and_write(layout, spec, outputs, scratch, target)
+            rank = None if judge is None else partial(judge.rank_answers, progress=on_progress)
+            selector = AnswerSelector(spec.select, outputs, layout.root, scratch, pairs_by, rank)
+            card = _select_and_write(selector, spec, target)
         finally:
             shutil.rmtree(scratch)
     return SelectResult(output=target, card=card, was_written_before=False)
 
 
-def _require_fitting(outputs: Iterable[GenerationOutput], settings: Settings) -> None:
+def _decide_pairs_by(settings: Settings) -> PairScore:
+    """Return what decides about pairs. Raises SettingsError if the settings do not have it, or drop what pairs need."""
+    select, reward = settings.select, settings.select.reward
+    has_reward = bool(reward.command) or reward.function is not None
+    by = select.pairs.by or ("reward" if has_reward else "reference")
+    if by == "reward" and not has_reward:
+        raise SettingsError("select.pairs.by: found reward, but there is none; set select.reward.command or function")
+    if by == "judge" and settings.evaluate.judge.base_url is None:
+        raise SettingsError("select.pairs.by: found judge, but there is none; set evaluate.judge.base_url")
+    unfit = {
+        "select.min_agreement": select.min_agreement is not None,
+        "select.reward.min_score": reward.min_score is not None,
+        "select.reference": select.reference == "match" and by != "reference",
+    }
+    if name := next((name for name, is_set in unfit.items() if is_set), None):
+        raise SettingsError(
+            f"{name}: is set, but would drop the answers that --pairs needs as rejected ones; remove it (pairs are "
+            f"decided by the {by}, select.pairs.by)"
+        )
+    return by
+
+
+def _connect_judge(layout: ProjectLayout, settings: Settings) -> "JudgeSession | None":
+    from ratchet.evaluation.judge import JudgeSession  # imports torch
+
+    return JudgeSession.from_settings(layout, settings)
+
+
+def _fingerprint_scorer(
+    settings: Settings, layout: ProjectLayout, pairs_by: PairScore | None, judge: "JudgeSession | None"
+) -> dict[str, str]:
+    """Identify what scores the answers: files or function of the reward, or model, rubric and options of the judge."""
+    if judge is not None:
+        options = settings.evaluate.judge.model_dump(
+            mode="json", include={"max_tokens", "temperature", "show_reference"}
+        )
+        served = {"address": str(judge.endpoint.address), "identity": dict(judge.served.identity)}
+        return {
+            "judge": digests.hash_json([judge.served.name, served, options]),
+            "rubric": digests.hash_bytes(judge.rubric.encode()),
+        }
+    return {} if pairs_by == "reference" else answer_selection.fingerprint(settings.select.reward, layout.root)
+
+
+def _require_fitting(outputs: Iterable[GenerationOutput], settings: Settings, reserved: Sequence[str]) -> None:
     """Raise SettingsError if these settings cannot select from an output."""
     for source in outputs:
         generate = source.card.spec.generate
@@ -106,28 +165,26 @@ def _require_fitting(outputs: Iterable[GenerationOutput], settings: Settings) ->
             raise SettingsError(
                 f"select.answer_format: labels, but {source.path.name} was generated without generate.labels"
             )
-        if clash := next((name for name in generate.extra_fields if name in RESERVED_FIELDS), None):
+        if clash := next((name for name in generate.extra_fields if name in reserved), None):
             raise SettingsError(
                 f"{source.path.name}: generate.extra_fields names the field {clash!r}, and rows have another field of "
                 "that name; rename it in the prompts"
             )
 
 
-def _select_and_write(
-    layout: ProjectLayout, spec: SelectionSpec, outputs: list[GenerationOutput], scratch: Path, target: Path
-) -> SelectionCard:
-    selector = AnswerSelector(spec.select, outputs, layout.root, scratch)
-    rows = scratch / "rows.jsonl"  # not the name of the output, which may be one of the work files
+def _select_and_write(selector: AnswerSelector, spec: SelectionSpec, target: Path) -> SelectionCard:
+    rows = selector.folder / "rows.jsonl"  # not the name of the output, which may be one of the work files
     selector.write(rows)
     card = SelectionCard(
         spec=spec,
-        model_names=tuple(source.card.model_name for source in outputs),
+        model_names=tuple(source.card.model_name for source in selector.outputs),
         prompts=selector.prompts,
         answers=selector.tally.answers,
         filters=selector.tally.filters,
         without_reference=selector.without_reference,
         rows=selector.rows,
         prompts_with_rows=selector.prompts_with_rows,
+        pairs=selector.pairs,
     )
     if not card.rows:
         raise DataError(f"of {card.answers:,} answers none is left:\n" + "\n".join(format_filters(card)))
@@ -140,7 +197,20 @@ def _select_and_write(
 
 
 def format_filters(card: SelectionCard) -> Iterator[str]:
-    """Yield a line for each filter that dropped answers."""
+    """Yield a line for each filter that dropped answers, and for each reason why prompts have no pair."""
+    if (found := card.pairs) is not None:
+        if card.rows:
+            yield (
+                f"  pairs by {found.by}; the chosen answer is the longer one in {found.longer_chosen:.0%} (mean "
+                f"{found.chosen_characters:.0f} characters against {found.rejected_characters:.0f})"
+            )
+        reasons = {
+            "fewer than two different answers": found.single_prompts, "equal scores": found.equal_prompts,
+            "differences below select.pairs.min_difference": found.close_prompts,
+        }  # fmt: skip
+        yield from (f"  no pair for {count:,} prompts: {reason}" for reason, count in reasons.items() if count)
+        if found.duplicates:
+            yield f"  {found.duplicates:,} pairs are like earlier ones and left out"
     for tally in card.filters:
         if tally.dropped:
             examples = f" ({'; '.join(tally.examples[:2])})" if tally.examples else ""

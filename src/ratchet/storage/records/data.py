@@ -240,6 +240,10 @@ class TeacherGeneration(Record):
     samples: int
 
 
+PairScore = Literal["reference", "reward", "judge"]
+"""What decides which of two answers is better."""
+
+
 class SelectionSpec(Record):
     """Everything that determines which answers are selected."""
 
@@ -248,7 +252,9 @@ class SelectionSpec(Record):
     select: Select
     teachers: tuple[TeacherGeneration, ...]
     reward_files: dict[str, str]
-    """SHA-256 of the project files in the command of the reward."""
+    """SHA-256 of the project files in the command of the reward, or of the judge's model and rubric."""
+    pairs_by: PairScore | None = None
+    """What decides about pairs (`ratchet select --pairs`). None: the rows are single answers."""
 
 
 class FilterReport(Record):
@@ -259,6 +265,28 @@ class FilterReport(Record):
     left: int
     examples: tuple[str, ...] = ()
     """First few dropped answers: prompt id, sample number and reason."""
+
+
+class PairSelection(Record):
+    """Pairs that `ratchet select --pairs` wrote, and prompts without a pair.
+
+    The other prompts have no reference, although that decides, or only pairs that are like earlier ones.
+    """
+
+    by: PairScore
+    single_prompts: int
+    """Number of prompts with fewer than two different answers that have a score."""
+    equal_prompts: int
+    """Number of prompts whose answers all have the same score."""
+    close_prompts: int
+    """Number of prompts whose scores differ, but by less than select.pairs.min_difference."""
+    duplicates: int
+    """Number of pairs that are like an earlier pair."""
+    chosen_characters: float
+    """Mean length of a chosen answer in characters."""
+    rejected_characters: float
+    longer_chosen: float
+    """Share of the pairs whose chosen answer is the longer one; equal lengths count half."""
 
 
 class SelectionCard(OutputCard):
@@ -273,10 +301,13 @@ class SelectionCard(OutputCard):
     filters: tuple[FilterReport, ...]
     """Filters in order."""
     without_reference: int = 0
-    """Number of prompts without a reference answer, to which `select.reference: match` does not apply."""
+    """Number of prompts without a reference answer: `select.reference: match` does not apply to them, and they have no
+    pairs by reference."""
     rows: int
     prompts_with_rows: int
     """Number of prompts with at least one selected row."""
+    pairs: PairSelection | None = None
+    """None if the rows are single answers."""
 
 
 class DistillationCard(Record):
