@@ -103,7 +103,20 @@ def test_values_equal_those_of_the_records() -> None:
         (Train(objective="dpo", batch_size=8), "Rows per step", "8 pairs"),
         (Train(target_modules=r".*\.(q|v)_proj"), "Targets", r"`.*\.(q\|v)_proj`"),
     ],
-    ids=["dora", "rslora", "pattern", "adalora", "pissa", "none", "fp4", "loraplus", "regex"],
+    ids=[
+        "dora",
+        "rslora",
+        "pattern",
+        "adalora",
+        "pissa",
+        "none",
+        "fp4",
+        "loraplus",
+        "objective",
+        "unit",
+        "pairs",
+        "regex",
+    ],
 )
 def test_settings_are_listed(train: Train, row: str, said: str) -> None:
     assert said in rows(model_card.render_for_adapter(HUB, train, REPORT))[row]
