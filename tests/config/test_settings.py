@@ -594,6 +594,7 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         ]
         if found["distill"]["teacher"] is not None or "token_accuracy" in found["early_stopping"]["metrics"]:
             found["objective"] = "sft"
+        found["batch_size"] += 1  # kto needs two
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
         found["final_learning_rate_share"] = 0.25  # an exponential decay needs one
         found["target_modules"] = rng.choice(["all", "mlp", ["q_proj", "*star"], r".*\.\d+\.v_proj"])
@@ -635,6 +636,9 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["languages"] = rng.choice([[], ["en", "de"]])
         if found["task"] == "preferences":
             found["too_long"] = "drop"
+        else:
+            for one in (found, *found["sources"]):
+                one["columns"] = one["columns"] and one["columns"] | {"label": None}
         if found["task"] != "text":
             found["canaries"] = 0
     if section is SourceSettings and found["split"] in ("validation", "test"):
@@ -690,6 +694,8 @@ def test_random_settings_round_trip_in_both_yaml_versions(seed: int) -> None:
         ("train: {adapter: adalora, use_rslora: true}", "adapts ranks itself"),
         ("train: {objective: dpo, distill: {teacher: t}}", "objective: dpo has no teacher"),
         ("train: {objective: ipo, early_stopping: {metrics: [token_accuracy]}}", "objective: ipo does not compute"),
+        ("train: {objective: kto, batch_size: 1}", "batch_size: found 1; objective: kto compares"),
+        ("prepare: {columns: {label: good}}", "columns.label: found good with task text"),
         ("train: {adapter: adalora, loraplus_lr_ratio: 4}", "LoRA's two matrices"),
         ("train: {adapter: adalora, guards: {on_spike: roll_back}}", "ranks that adalora has removed"),
         ("train: {alpha: 0}", "alpha"),

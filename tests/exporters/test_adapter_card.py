@@ -98,9 +98,25 @@ def test_values_equal_those_of_the_records() -> None:
         (Train(quantization="none"), "Quantization in training", "not quantized"),
         (Train(quantization="fp4", double_quantization=False), "Quantization in training", "constants in float32"),
         (Train(loraplus_lr_ratio=16), "Learning rate", "matrices B at 16 times that, LoRA+"),
+        (Train(objective="kto", beta=0.2), "Objective", "KTO, beta 0.2"),
+        (Train(objective="kto"), "Validation loss", "1.2346 per answer"),
+        (Train(objective="dpo", batch_size=8), "Rows per step", "8 pairs"),
         (Train(target_modules=r".*\.(q|v)_proj"), "Targets", r"`.*\.(q\|v)_proj`"),
     ],
-    ids=["dora", "rslora", "pattern", "adalora", "pissa", "none", "fp4", "loraplus", "regex"],
+    ids=[
+        "dora",
+        "rslora",
+        "pattern",
+        "adalora",
+        "pissa",
+        "none",
+        "fp4",
+        "loraplus",
+        "objective",
+        "unit",
+        "pairs",
+        "regex",
+    ],
 )
 def test_settings_are_listed(train: Train, row: str, said: str) -> None:
     assert said in rows(model_card.render_for_adapter(HUB, train, REPORT))[row]

@@ -19,6 +19,7 @@ from ratchet.config.prepare import Prepare
 from ratchet.registry import keys
 from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout
+from ratchet.tuning.search_space import SearchSpace
 
 SYSTEM = "You are the clerk of a small post office."
 
@@ -33,6 +34,14 @@ def test_a_base_that_knows_something_must_not_forget_it_and_the_tiny_one_knows_n
     for base, wanted in ((Base(source="some/model", revision="main"), True), (Base(), False)):
         rules = init.suggest_settings(Prepare(), seen, base, "project").gate.rules
         assert any(isinstance(rule, ForgettingRule) for rule in rules) is wanted
+
+
+def test_labelled_answers_are_tuned_by_kto() -> None:
+    responses = Counter({"yes": 90, "no": 90})  # no classes, although they are short
+    seen = init.InitDataSummary(responses=responses, splits=Counter({"test": 20}), labelled=180)
+    found = init.suggest_settings(Prepare(), seen, Base(), "project")
+    assert (found.prepare.task, found.train.objective) == ("preferences", "kto")
+    assert SearchSpace.from_settings(found).variables  # a sweep accepts its objective
 
 
 @pytest.mark.parametrize(("rows", "margin"), [(10, 0.05), (20_000, 0.02)], ids=["few", "many"])

@@ -19,7 +19,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import IGNORE_INDEX, Conversation
 from ratchet.data.splits import SPLITS, SplitName
-from ratchet.errors import DataError
+from ratchet.errors import DataError, SettingsError
 from ratchet.evaluation import rows as evaluation_rows
 from ratchet.models import base_model, tiny_model
 from ratchet.stages import base
@@ -28,6 +28,7 @@ from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import ValidationJob, ValidationLaunch
 
 WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "grinder", "roast", "box", "street",
          "card", "name", "week", "price", "bag", "help"]  # fmt: skip
@@ -609,6 +610,9 @@ def test_labelled_answers_are_learned_by_kto_and_only_desirable_ones_by_others(
     )
     with pytest.raises(DataError, match=r"train\.objective: dpo compares .* one answer with a label; set .*: kto"):
         token_files.load_rows(layout.data, "train", "dpo")
+    job = ValidationJob(run_ids=(), metrics=("preference_accuracy",))
+    with pytest.raises(SettingsError, match=r"preference_accuracy compares .* these rows have one answer each"):
+        ValidationLaunch(job=job, max_new_tokens=8, machine=chosen.machine).require_measurable(card)
     assert f"{card.desirable_rows:,}" in layout.dataset_page.read_text(encoding="utf-8")
 
 

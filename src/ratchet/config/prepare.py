@@ -50,8 +50,6 @@ class ColumnSettings(Section):
         if (self.prompt is None) != (self.response is None):
             missing, present = ("response", "prompt") if self.response is None else ("prompt", "response")
             raise ValueError(f"{missing}: missing; set it, or remove {present}")
-        if self.label is not None and self.rejected is not None:
-            raise ValueError("label: a pair of answers has no label; remove rejected, or label")
         return self
 
 

@@ -29,7 +29,8 @@ Attempts
 Steps
     step                An optimizer step is done. Keys: step, loss, learning_rate, grad_norm, trained_tokens,
                         input_tokens, step_s, batch (first 12 hex digits of the digest of the row indices, in order);
-                        of preference tuning also PREFERENCE_STATISTICS (config/train.py), as in `validation`.
+                        of preference tuning also PREFERENCE_STATISTICS (config/train.py), as in `validation`; of
+                        labelled answers, those of the labels that the batch has.
     step_skipped        Replaces `step` if nothing was learned. Keys: step, action (skip | roll_back), reason, rows (ids
                         of the batch), learning_rate_scale, rollback_step (the step whose weights are restored; null for
                         skip).

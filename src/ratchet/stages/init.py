@@ -345,8 +345,11 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         rules = Gate().rules
     if summary.has_preferences:
         prepare = prepare.model_copy(update={"task": "preferences"})
+    aims = (ObjectiveSettings(metric="preference_accuracy"),) if summary.pairs else Sweep().objectives
     if summary.pairs:
         rules = _preference_rules()
+    elif summary.labelled:
+        aims = (ObjectiveSettings(metric="token_f1"),)  # losses of preference tuning cannot be compared
     objective: Objective = "dpo" if summary.pairs else "kto" if summary.labelled else "sft"
     # For a real base the user chooses formats, because each format takes time and disk space. Preferences need a lower
     # rate than answers: the loss falls as soon as the model avoids the rejected answers, also by avoiding all answers.
@@ -370,7 +373,7 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         export=export,
         gate=Gate(rules=rules),
         promote=Promote(model_name=name),
-        sweep=Sweep(objectives=(ObjectiveSettings(metric="preference_accuracy"),)) if summary.pairs else Sweep(),
+        sweep=Sweep(objectives=aims),
     )
 
 

@@ -168,7 +168,8 @@ def _find_preference_problems(settings: Settings) -> Iterator[str]:
     if any(aim.metric == "validation_loss" for aim in sweep.objectives):
         yield (
             f"params.yaml: sweep.objectives: found validation_loss, but the loss of {settings.train.objective} depends "
-            "on train.beta and on the reference; set [{metric: preference_accuracy}]"
+            "on train.beta and on the reference; set [{metric: preference_accuracy}], or, if answers have labels, "
+            "[{metric: token_f1}]"
         )
     if "train.beta" in sweep.space and sweep.resolved_pruner.kind != "none":
         yield str(
