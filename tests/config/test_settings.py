@@ -18,7 +18,14 @@ from ratchet.config.evaluate import JudgeSettings
 from ratchet.config.export import AdditionalAdapterSettings, BitsAndBytesSettings, Export, OnnxSettings
 from ratchet.config.fields import Section
 from ratchet.config.gate import RULES, AtLeastRule, ExportParityRule, MustImproveRule, MustNotRegressRule
-from ratchet.config.prepare import ColumnSettings, Prepare, QualitySettings, SourceSettings, SplitSettings
+from ratchet.config.prepare import (
+    ColumnSettings,
+    Prepare,
+    QualitySettings,
+    SemanticDuplicateSettings,
+    SourceSettings,
+    SplitSettings,
+)
 from ratchet.config.promote import HookSettings
 from ratchet.config.select import RewardSettings, Select
 from ratchet.config.settings import Settings
@@ -650,6 +657,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["function"] = None
     elif section is RewardSettings and found["function"] is None:
         found |= {"min_score": None, "select_best": False}
+    elif section is SemanticDuplicateSettings and found["model"] is None:
+        found["threshold"] = 0.95
     if section is Select:
         found |= {
             "answer_format": rng.choice([None, "json", "labels", r"\d+"]),
