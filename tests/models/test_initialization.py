@@ -114,10 +114,13 @@ def test_gaussian_and_orthogonal_matrices_have_the_shape_of_their_papers(
     [
         ({"initialization": "orthogonal", "rank": 5}, "splits the rank into halves; found rank 5"),
         ({"initialization": "orthogonal", "rank_pattern": {"q_proj": 3}}, "found rank 3; set an even one"),
-        ({"initialization": "loftq", "quantization": "none"}, "loftq needs 4-bit weights and adapter: lora, found"),
-        ({"initialization": "loftq", "adapter": "dora"}, "loftq needs 4-bit weights and adapter: lora, found"),
+        (
+            {"initialization": "loftq", "quantization": "none"},
+            "loftq needs 4-bit weights and train.adapter: lora, found",
+        ),
+        ({"initialization": "loftq", "adapter": "dora"}, "loftq needs 4-bit weights and train.adapter: lora, found"),
         ({"initialization": "eva", "adapter": "adalora", "adalora": {"target_rank": 2}}, "adalora has three"),
-        ({"initialization": "eva", "init_adapter": "0123456789ab"}, "have no state of initialization: eva"),
+        ({"initialization": "eva", "init_adapter": "0123456789ab"}, "have no state of train.initialization: eva"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:
