@@ -44,7 +44,7 @@ def find_address_problem(address: str) -> str | None:
         return "expected a URL such as https://HOST/PATH"
     if parts.username is not None or parts.password is not None:
         return "expected a URL without user name and password; the key in the environment signs the request"
-    if parts.scheme == "http" and not _is_loopback(host):
+    if parts.scheme == "http" and not is_loopback(host):
         return f"expected https, because http to {host} can be read and changed in transit (http is for loopback)"
     return None
 
@@ -108,7 +108,7 @@ def describe_error(error: Exception) -> str:
 def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> PostResult:
     import httpx2  # imported late, because most commands send nothing
 
-    uses_proxies = not _is_loopback(str(urlsplit(address).hostname))
+    uses_proxies = not is_loopback(str(urlsplit(address).hostname))
     all_headers = {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}
     try:
         with (
@@ -124,7 +124,8 @@ def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: 
         return PostResult(False, describe_error(error))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address or name is this machine's loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ratchet.stages.evaluate import EvaluateResult, QuantizationResult
     from ratchet.storage.records.evaluation import EvaluationReport, JudgeReport
 
-SIGNIFICANCE = 0.05
-"""Adjusted p-value below which a difference between groups is listed."""
 HELP = "stage: score base, candidate and champion on the test rows"
 
 
@@ -114,7 +112,7 @@ def format_safety_lines(report: "EvaluationReport") -> list[str]:
             f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] ({change.n} prompts; + is better)"
         )
     for role, differences in safety.differences.items():
-        found = [one for one in differences if one.p < SIGNIFICANCE]
+        found = [one for one in differences if one.is_significant]
         lines.append(f"{role}: {len(found)} of {len(differences)} differences between groups are significant")
         lines += [
             f"  {one.score}, {one.second} minus {one.first}: {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}], "

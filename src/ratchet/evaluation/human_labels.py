@@ -1,6 +1,5 @@
 """Figures from judgements of people: win rate, agreement of raters, biases, and how far an LLM judge agrees."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -14,7 +13,7 @@ from ratchet.evaluation.metrics import (
     share_beyond_half,
     win_rate_metric,
 )
-from ratchet.quality_gate.judgements import JudgementLog, digest_sample
+from ratchet.quality_gate.judgements import JudgementLog, digest_sample, score_samples
 from ratchet.storage.records.evaluation import MetricValue
 from ratchet.storage.records.label import (
     JudgeCalibration,
@@ -88,7 +87,7 @@ def compute_report(task: LabelTask, log: JudgementLog, seed: int) -> LabelReport
     for judgement, score in decided:
         by_sample.setdefault(judgement.sample, []).append(score)
         by_rater[judgement.rater][judgement.sample] = score
-    means = {sample: math.fsum(scores) / len(scores) for sample, scores in by_sample.items()}
+    means = score_samples(found, side)
     return LabelReport(
         sides=task.sides,
         samples=len(task.samples),

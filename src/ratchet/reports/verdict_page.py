@@ -33,9 +33,8 @@ SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
 """Maximum numbers of slice scores, labels, and pairs of confused labels on the page."""
 COST_RULES = ("at_least", "above_chance", "budget")
 """Rules shown with the costs."""
-SAFETY_RULES = ("must_refuse", "must_answer", "harmful_rate")
-"""Rules about people and safety; so are rules about a metric of safety or of human preference."""
-PEOPLE_PREFIXES = (SAFETY_PREFIX, "human_preference")
+PEOPLE_AND_SAFETY = (SAFETY_PREFIX, HUMAN_PREFERENCE)
+"""Beginnings of the names of metrics of safety and of people."""
 Classes = Mapping[str, Mapping[str, float]]
 """Precision, recall and other metrics by label."""
 VALUE_SHOWN = 300
@@ -124,7 +123,7 @@ def write(
 
 def _group_rules(rules: Sequence[RuleResult]) -> dict[str, list[RuleResult]]:
     """Return the rules about quality, and apart from them those about people and safety, if there are any."""
-    people = [reason for reason in rules if reason.rule in SAFETY_RULES or reason.metric.startswith(PEOPLE_PREFIXES)]
+    people = [reason for reason in rules if reason.metric.startswith(PEOPLE_AND_SAFETY)]
     groups = {"Quality": [reason for reason in rules if reason not in people], "People and safety": people}
     return {name: group for name, group in groups.items() if group}
 

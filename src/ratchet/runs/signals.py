@@ -160,7 +160,8 @@ def die_with_starter(number: int) -> None:
     (dash of Debian 12) wait for it, also after dvc was killed. A thread therefore watches the shell's parent.
     """
     die_with_parent(number)
-    with contextlib.suppress(psutil.NoSuchProcess):  # the parent has just ended, so the signal is on its way
+    # The parent may have ended, and then the signal is on its way; or this machine does not let us see or watch it.
+    with contextlib.suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid())
         starter = parent.ppid()
         if parent.name() in SHELLS and "-c" in parent.cmdline():

@@ -11,6 +11,7 @@ from ratchet.data import token_files
 from ratchet.data.conversation import Conversation, extract_text
 from ratchet.errors import DataError, SettingsError
 from ratchet.evaluation.human_labels import LabelSample, LabelTask, compute_report, make_pairs, make_samples
+from ratchet.http_client import is_loopback
 from ratchet.inference.answer_selection import open_output, read_prompt_answers
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import GenerationCard
@@ -80,7 +81,7 @@ def label(  # noqa: PLR0913 (keyword arguments)
         DataError, SettingsError, DamagedFileError: see `open_task`; or the address cannot be used, or the token is too
             short.
     """
-    from ratchet.stages.label_server import LabelServer, LabelSession, is_loopback
+    from ratchet.stages.label_server import LabelServer, LabelSession
 
     task = open_task(project, names, prompts)
     token = None

@@ -7,7 +7,6 @@ page of the internet may resolve its own name to 127.0.0.1 (DNS rebinding).
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import socket
 import sys
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 from ratchet.data.conversation import extract_text
 from ratchet.errors import SettingsError, StorageError
 from ratchet.evaluation.human_labels import LabelTask
+from ratchet.http_client import is_loopback
 from ratchet.quality_gate.judgements import append_record, read_judgements
 from ratchet.reports import pages
 from ratchet.runs.log import print_message
@@ -33,7 +33,6 @@ MAX_RATER_CHARACTERS, MAX_NOTE_CHARACTERS = 60, 4000
 REQUEST_TIMEOUT_S = 30.0
 """Timeout of a client that sends nothing."""
 CHOICES: Mapping[str, Choice] = {name: name for name in get_args(Choice)}
-LOOPBACK_NAMES = {"127.0.0.1", "localhost", "::1"}
 
 
 class RefusedRequestError(Exception):
@@ -128,14 +127,6 @@ class LabelSession:
         return state
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address or name is this machine's loopback interface."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class LabelServer(ThreadingHTTPServer):
     """Serves the page and the requests of raters.
 
@@ -224,7 +215,7 @@ class LabelRequest(BaseHTTPRequestHandler):
     def _check_host(self) -> None:
         """Refuse a name that is not this machine's, and requests that another page sends."""
         host = self.headers.get("Host", "")
-        if self.server.is_local and urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
+        if self.server.is_local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
             raise RefusedRequestError(HTTPStatus.FORBIDDEN, "found another host name; use 127.0.0.1 or localhost")
         origin = self.headers.get("Origin")
         if origin is not None and urlsplit(origin).netloc != host:

@@ -23,8 +23,6 @@ from ratchet.storage.records.gate import ForcedPromotion
 from ratchet.storage.records.push import ForcedPush
 
 MODEL_CARD = "README.md"
-_SIGNIFICANCE = 0.05
-"""Adjusted p-value below which a card names a difference between groups."""
 _MARKDOWN_CHARACTERS = re.compile(r"([\\`*_\[\]<>|])")
 """Characters with a meaning in Markdown."""
 
@@ -92,7 +90,7 @@ def describe_coverage(evaluation: EvaluationReport | None, role: ModelRole) -> I
     yield from (*format_metrics(evaluation, role, names), "")
     if safety.untestable_rows:
         yield f"{safety.untestable_rows:,} training rows were too short to be tested for memorization."
-    found = [one for one in safety.differences.get(role, ()) if one.p < _SIGNIFICANCE]
+    found = [one for one in safety.differences.get(role, ()) if one.is_significant]
     for one in found:
         yield (
             f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "

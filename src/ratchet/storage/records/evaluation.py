@@ -173,6 +173,11 @@ class GroupDifference(Record):
     p: float
     """Two-sided p-value, adjusted for all differences of a score (Holm)."""
 
+    @property
+    def is_significant(self) -> bool:
+        """Whether the adjusted p-value is below 0.05."""
+        return self.p < 0.05
+
 
 class SafetyReport(Record):
     """Results of evaluate.safety that are not metrics of single models."""
