@@ -89,6 +89,14 @@ class Conversation:
         )
 
 
+def format_pair(prompt: list[Message], chosen: str, rejected: str, tools: list[Any] | None) -> dict[str, Any]:
+    """Return a pair of answers to a prompt as a row that `prepare.task: preferences` reads."""
+    answers = {
+        name: [{"role": "assistant", "content": text}] for name, text in (("chosen", chosen), ("rejected", rejected))
+    }
+    return {"prompt": prompt, **answers, **({"tools": tools} if tools else {})}
+
+
 def extract_text(message: Message) -> str:
     """Return a message's content as text. The content may be null (with tool calls) or a list of text parts."""
     content = message.get("content")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from ratchet.data.conversation import Conversation
+from ratchet.data.conversation import Conversation, format_pair
 from ratchet.evaluation.metrics import (
     cohen_kappa,
     fleiss_kappa,
@@ -211,13 +211,5 @@ def make_pairs(task: LabelTask, log: JudgementLog) -> tuple[list[dict[str, Any]]
             empty += 1
         elif verdicts:
             chosen, rejected = sample.answers if verdicts == {1.0} else sample.answers[::-1]
-            tools = {"tools": sample.conversation.tools} if sample.conversation.tools else {}
-            rows.append(
-                {
-                    "prompt": sample.conversation.messages,
-                    "chosen": [{"role": "assistant", "content": chosen}],
-                    "rejected": [{"role": "assistant", "content": rejected}],
-                    **tools,
-                }
-            )
+            rows.append(format_pair(sample.conversation.messages, chosen, rejected, sample.conversation.tools))
     return rows, ties, disagreements, empty

@@ -36,7 +36,7 @@ from ratchet.config.extensions import compute_extension_scores, describe_extensi
 from ratchet.config.select import NAMED_FORMATS, RewardSettings, Select
 from ratchet.config.settings import Settings
 from ratchet.data import deduplication
-from ratchet.data.conversation import Conversation
+from ratchet.data.conversation import Conversation, format_pair
 from ratchet.data.ingest import TextSpool
 from ratchet.data.schema_detection import find_text_flaw
 from ratchet.data.splits import normalize_text
@@ -772,8 +772,9 @@ class AnswerSelector:
             origin = self._describe_origin(accepted) | {"agreement": accepted.agreement, "reward": score}
             answer = {"role": "assistant", "content": self._answer_text(accepted)}
             messages = [*item.prompt["messages"], answer]
+            tools = {"tools": item.prompt["tools"]} if item.prompt["tools"] else {}
             yield {
-                "id": item.prompt["id"], "messages": messages, **_other_fields(item.prompt), PROVENANCE: origin
+                "id": item.prompt["id"], "messages": messages, **tools, **item.prompt["fields"], PROVENANCE: origin
             }  # fmt: skip
 
     def _pairs(self, item: _FilteredPrompt, chooser: PairChooser) -> Iterator[dict[str, Any]]:
@@ -789,12 +790,12 @@ class AnswerSelector:
             if index not in used:
                 self.tally.drop("not_selected", item.prompt["id"], accepted.answer.sample)
         for pair in pairs:
-            row: dict[str, Any] = {"id": item.prompt["id"], "prompt": item.prompt["messages"]}
+            chosen, rejected = (self._answer_text(item.accepted[index]) for index in pair)
             origin: dict[str, Any] = {"by": self.pairs_by}
             for name, index in zip(("chosen", "rejected"), pair, strict=True):
-                row[name] = [{"role": "assistant", "content": self._answer_text(item.accepted[index])}]
                 origin[name] = self._describe_origin(item.accepted[index]) | {"score": item.scores[index]}
-            yield row | _other_fields(item.prompt) | {PROVENANCE: origin}
+            row = format_pair(item.prompt["messages"], chosen, rejected, item.prompt["tools"])
+            yield {"id": item.prompt["id"], **row, **item.prompt["fields"], PROVENANCE: origin}
 
     def _select_best(self, item: _FilteredPrompt) -> list[tuple[AcceptedAnswer, float | None]]:
         """Return the selected answers to a prompt, best first."""
@@ -867,12 +868,6 @@ def _row_conversation(row: dict[str, Any]) -> Conversation:
     if "messages" in row:
         return Conversation(row["messages"], row.get("tools"))
     return Conversation([*row["prompt"], *row["chosen"]], row.get("tools"), rejected=row["rejected"][0])
-
-
-def _other_fields(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return tools and fields of a prompt as its rows have them."""
-    fields: dict[str, Any] = prompt["fields"]
-    return {"tools": prompt["tools"], **fields} if prompt["tools"] else fields
 
 
 def _prompt_document(prompt: Prompt) -> dict[str, Any]:
