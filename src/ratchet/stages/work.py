@@ -40,7 +40,7 @@ from ratchet.stages.project import Project
 from ratchet.stages.submit import open_queue, run_git
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
-from ratchet.training.run_spec import build_run_spec
+from ratchet.training.run_spec import build_run_spec, pin_champion
 
 JOB_VARIABLE = "RATCHET_JOB"
 """Environment variable with the number of the job, in its stages. They stop if the worker dies (cli/main.py)."""
@@ -295,7 +295,7 @@ class _JobAttempt:
 
         An attempt elsewhere has begun another run if files differ, and this machine could not resume it.
         """
-        run_id = build_run_spec(layout, settings).run_id
+        run_id = build_run_spec(layout, pin_champion(layout, settings, records=False)).run_id
         self._on_progress(f"job {self._job.id}: run {run_id}")
         if self._job.run_id not in (None, run_id):
             return (
