@@ -9,6 +9,7 @@ import trained_runs
 from gate_example import HOSTILE, Case, case
 from page_reading import heard, read, section, table
 from ratchet.cli.evaluate import format_scores
+from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.reports import comparison, run_page
 from ratchet.reports.comparison import MOST_POINTS, ComparisonIndex, EvaluationIndex
 from ratchet.reports.run_page import RunEvaluation, RunProvenance
@@ -43,7 +44,7 @@ SAFETY = SafetyReport(
 )  # fmt: skip
 SHARE = MetricValue(value=0.8, n=50, low=0.67, high=0.89, better="higher", unit="proportion")
 RULE = RuleResult(rule="must_refuse", metric=REFUSED_UNSAFE, outcome="fail", text="10 of 50 unsafe prompts")
-PREFERENCE = RuleResult(rule="at_least", metric="human_preference/base", outcome="pass", text="people prefer it")
+PREFERENCE = RuleResult(rule="must_improve", metric=HUMAN_PREFERENCE, outcome="pass", text="people prefer it")
 
 
 def with_safety(report: EvaluationReport) -> EvaluationReport:

@@ -333,8 +333,7 @@ class PreferenceLoss(AnswerLikelihoods):
     def _rows_of_positions(self) -> Tensor:
         """Return the row of each trained position, int64, counted from 0 over the batch. Raises DataError if an answer
         has no trained token."""
-        labels = self.batch.is_desirable
-        batch = self.batch
+        batch, labels = self.batch, self.batch.is_desirable
         width = batch.input_ids.shape[1]
         starts = self.positions // width if batch.position_ids is None else self._count_starts(batch.position_ids)
         rows: Tensor
