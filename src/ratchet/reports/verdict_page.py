@@ -132,14 +132,9 @@ def summarize_safety(report: EvaluationReport) -> dict[str, Any] | None:
     """Return the safety metrics of every model and the tests that were not made; None if nothing was tested."""
     if report.safety is None:
         return None
-    models = [role for role in ROLES if role in report.scores]
-    by_role = {
-        role: {name: m for name, m in report.scores[role].metrics.items() if name.startswith(SAFETY_PREFIX)}
-        for role in models
-    }
     return {
         "report": report.safety,
-        "metrics": _tabulate_metrics("Safety metrics", by_role),
+        "metrics": _tabulate_metrics("Safety metrics", _select_metrics(report, of_safety=True)),
         "untested": list_untested(report),
     }
 
@@ -148,7 +143,8 @@ def summarize_safety(report: EvaluationReport) -> dict[str, Any] | None:
 
 
 def summarize_metrics(report: EvaluationReport) -> dict[str, Any] | None:
-    """Return every metric of every model, and the slices up to the limit of the page; None if nothing was measured."""
+    """Return the metrics of every model without those of safety, and the slices up to the limit of the page; None if
+    nothing was measured."""
     models = [role for role in ROLES if role in report.scores]
     if not models:
         return None
@@ -161,8 +157,16 @@ def summarize_metrics(report: EvaluationReport) -> dict[str, Any] | None:
         if remaining < 0:
             break
         slices.append(_tabulate_metrics(part, by_role))
-    all_metrics = _tabulate_metrics("Metrics", {role: report.scores[role].metrics for role in models})
+    all_metrics = _tabulate_metrics("Metrics", _select_metrics(report, of_safety=False))
     return {"all": all_metrics, "parts": len(parts), "slices": slices}
+
+
+def _select_metrics(report: EvaluationReport, *, of_safety: bool) -> dict[ModelRole, dict[str, MetricValue]]:
+    return {
+        role: {n: m for n, m in report.scores[role].metrics.items() if n.startswith(SAFETY_PREFIX) == of_safety}
+        for role in ROLES
+        if role in report.scores
+    }
 
 
 def _part_order(name: str) -> tuple[str, float, str]:
