@@ -24,7 +24,7 @@ from ratchet.config.prepare import Prepare
 from ratchet.config.settings import Settings
 from ratchet.data.conversation import SourceRow
 from ratchet.data.sources import SourceReader
-from ratchet.errors import DataError, SettingsError
+from ratchet.errors import EXIT_INPUT, DataError, SettingsError
 from ratchet.quality_gate.evidence import read_evidence, read_rows
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.stages.label import TOKEN_VARIABLE, label, label_results, open_task
@@ -117,6 +117,7 @@ def test_a_disk_that_is_full_is_reported_and_the_judgement_may_be_sent_again(
         ("/next", {"rater": "ann"}, {"Host": "127.0.0.1.attacker.example:80"}, 403),
         ("/next", {"rater": "ann"}, {"Origin": "http://attacker.example"}, 403),
         ("/next", {"rater": "ann"}, {"Origin": "null"}, 403),
+        ("/next", {"rater": "ann"}, {"Host": "["}, 400),
         ("/next", {"rater": "ann"}, {"Content_Type": "text/plain"}, 415),
         ("/next", {"rater": "ann"}, {"Content_Length": "70000"}, 413),
         ("/next", {"rater": " "}, {}, 400),
@@ -279,6 +280,8 @@ def test_pairs_are_read_by_prepare(project: ProjectLayout, capsys: pytest.Captur
     command = ["--project", str(project.root), "label", *names(project), "--pairs", str(output)]
     assert main(command) == 0
     assert capsys.readouterr().out == f"10 pairs: {output}\n"
+    assert main(command) == EXIT_INPUT
+    assert capsys.readouterr().err == f"ratchet label: --pairs {output}: exists; remove it, or name another file\n"
     prepare = Prepare(task="preferences", sources=("data/raw/pairs.jsonl",))
     rows = [*SourceReader(project.root, prepare).rows()]
     assert len(rows) == 10

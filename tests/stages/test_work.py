@@ -70,6 +70,7 @@ def test_a_job_has_all_settings_of_the_moment(
     [
         (["submit", "--set", "train.rnk=8"], "override train.rnk: unknown setting; did you mean rank?"),
         (["submit", "--set", "machine.threads=1"], "--set machine.threads: section machine is that of the worker"),
+        (["submit", "--set", "train.init_adapter=champion"], "set the RunId of the promoted model"),
         (["submit", "--attempts", "0"], "--attempts 0: expected at least 1"),
         (["submit", "--revision", "nowhere"], "--revision nowhere: git has no such commit"),
         (["submit", "--until", "prepare"], "found 'prepare'; expected one of: train, export, evaluate, gate"),

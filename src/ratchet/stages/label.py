@@ -119,11 +119,13 @@ def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts:
 
     Raises:
         DataError: no sample has a preferred answer; or see `open_task`.
-        SettingsError: the output cannot be written; or see `open_task`.
+        SettingsError: the output exists or cannot be written; or see `open_task`.
     """
     files.require_writable(output, "--pairs")
     if output.suffix != ".jsonl":
         raise SettingsError(f"--pairs {output}: expected a name that ends in .jsonl")
+    if output.exists():
+        raise SettingsError(f"--pairs {output}: exists; remove it, or name another file")
     task = open_task(project, names, prompts)
     rows, ties, disagreements, empty = make_pairs(task, read_judgements(project.layout.judgements))
     if not rows:

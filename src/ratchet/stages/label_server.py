@@ -214,11 +214,15 @@ class LabelRequest(BaseHTTPRequestHandler):
 
     def _check_host(self) -> None:
         """Refuse a name that is not this machine's, and requests that another page sends."""
-        host = self.headers.get("Host", "")
-        if self.server.is_local and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        try:
+            host_name = urlsplit(f"//{host}").hostname or ""
+            is_foreign = origin is not None and urlsplit(origin).netloc != host
+        except ValueError as error:
+            raise RefusedRequestError(HTTPStatus.BAD_REQUEST, f"Host or Origin: {error}") from None
+        if self.server.is_local and not is_loopback(host_name):
             raise RefusedRequestError(HTTPStatus.FORBIDDEN, "found another host name; use 127.0.0.1 or localhost")
-        origin = self.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if is_foreign:
             raise RefusedRequestError(HTTPStatus.FORBIDDEN, "the request comes from another page")
 
     def _find_page(self) -> tuple[str, bytes]:

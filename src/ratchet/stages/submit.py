@@ -7,6 +7,7 @@ from typing import Any
 
 from ratchet.config import params_file
 from ratchet.errors import InputError, SettingsError
+from ratchet.models.start_adapter import CHAMPION, INIT_ADAPTER
 from ratchet.redaction import SETTING_PREFIX, redact
 from ratchet.registry.ledger import current_actor
 from ratchet.runs.job_queue import Job, JobQueue, JobRequest, JobState, Stage
@@ -63,7 +64,7 @@ def submit(
         max_attempts: attempts until the job fails for good.
 
     Raises:
-        SettingsError: a value is not valid, or git has no such commit.
+        SettingsError: a value is not valid, train.init_adapter is `champion`, or git has no such commit.
         StorageError: the database cannot be used.
     """
     for name in overrides or {}:
@@ -81,8 +82,14 @@ def submit(
         text = run_git(project.layout, "show", f"{commit}:./params.yaml")
     _, entries = params_file.explain(text, name, overrides, os.environ)
     is_own = {entry.name: entry.origin == "--set" or entry.origin.startswith(SETTING_PREFIX) for entry in entries}
+    settings = params_file.parse(text, name, overrides, os.environ)
+    if settings.train.init_adapter == CHAMPION:
+        raise SettingsError(
+            f"{INIT_ADAPTER}: found {CHAMPION}, which may change between two attempts of a job; set the RunId of the "
+            "promoted model (experiments/champion.json)"
+        )
     request = JobRequest(
-        params=params_file.dump(params_file.parse(text, name, overrides, os.environ)),
+        params=params_file.dump(settings),
         changes=redact(
             ", ".join(
                 f"{entry.name}: {entry.value}"
