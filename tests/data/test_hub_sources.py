@@ -197,6 +197,7 @@ def test_pinned_rows_are_downloaded_once_and_then_read_from_the_cache(tmp_path: 
     assert unseen.startswith(f"org/other@{PINNED}[train]: cannot be loaded from the hub")
 
 
+@pytest.mark.long
 def test_a_streamed_dataset_has_the_same_rows_and_leaves_no_copy(tmp_path: Path, endpoint: str) -> None:
     large = {"dataset": "org/name", "revision": LARGE}
     homes = tmp_path / "copy", tmp_path / "stream"
@@ -216,6 +217,7 @@ def test_a_streamed_dataset_has_the_same_rows_and_leaves_no_copy(tmp_path: Path,
     assert no_split.startswith(f"org/name@{LARGE}[test]: cannot be loaded from the hub")
 
 
+@pytest.mark.long
 def test_a_killed_download_continues_with_the_files_that_it_lacks(tmp_path: Path, endpoint: str) -> None:
     second = "train-00001-of-00002.jsonl"
     Hub.held[second] = event = threading.Event()

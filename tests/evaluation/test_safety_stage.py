@@ -142,6 +142,7 @@ def evaluated(layout: ProjectLayout, suite: SafetySuite, model: Any, tokenizer: 
     return evaluator.evaluate(EvaluationSubject("candidate", "x", "x", "adapter"), model, tokenizer, numerics)
 
 
+@pytest.mark.long
 def test_a_model_that_knows_its_rows_by_heart_is_found(layout: ProjectLayout) -> None:
     suite = read_suite(layout, SETTINGS, DatasetCard.load(layout.dataset_card))
     assert len(suite.rows) == 4 and suite.untestable_rows > 0 and len(suite.canaries) == 3

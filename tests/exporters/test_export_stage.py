@@ -79,6 +79,7 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
         run(with_export(PLAIN.model_copy(update={"modules": ("nowhere",)}), formats=("merged",)))
 
 
+@pytest.mark.long
 def test_what_each_of_several_adapters_lost_is_measured_on_its_own_rows(
     run: Callable[[Settings], ModelBundle], trained: ProjectLayout, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_what_each_of_several_adapters_lost_is_measured_on_its_own_rows(
         Export(merge_method="ties")
 
 
+@pytest.mark.long
 def test_8_bits_of_bitsandbytes_and_half_floats_are_opened_and_compared(
     run: Callable[[Settings], ModelBundle], trained: ProjectLayout
 ) -> None:

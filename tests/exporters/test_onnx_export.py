@@ -25,6 +25,7 @@ def silent(what: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+@pytest.mark.long
 def test_only_tokens_in_the_window_have_an_effect(exported: Any) -> None:
     """Without the window in the graph, the model would still agree with itself, so this test checks the window."""
     _, target = exported("mistral")
@@ -99,6 +100,7 @@ def test_no_weight_is_transposed_when_a_runtime_starts(
     ] == transposed
 
 
+@pytest.mark.long
 def test_matrices_in_16_bits_are_rounded_and_too_large_ones_refused(exported: Any, tmp_path: Path) -> None:
     source, target = exported("llama-tied")
     half = written(source, tmp_path / "half", "fp16")

@@ -49,6 +49,7 @@ def test_batches_shrink_until_they_fit(family: str) -> None:
     assert first["tokens"] == int(0.8 * first["failed_tokens"])
 
 
+@pytest.mark.long
 def test_a_prompt_that_does_not_fit_alone_is_reported_and_the_others_are_answered() -> None:
     found = answered(model_of("llama"), ragged(), GREEDY, before=Full(lambda _, tokens: tokens > 38))
     assert any(one.finish == "memory" for one in found)

@@ -115,6 +115,7 @@ def test_a_download_that_breaks_leaves_nothing_and_is_resumed(
     assert base.base(Project.from_parts(project, with_base())).revision == commit
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_is_named(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
     hub.add(BASE, model)

@@ -148,6 +148,7 @@ def test_without_javascript_everything_but_filters_is_there(chrome: Browser, pag
         assert set(tab.texts(".chart noscript")) == {"This chart needs JavaScript; the tables have its numbers."}
 
 
+@pytest.mark.long
 def test_a_thousand_trials_stay_within_a_box_and_can_be_sorted(chrome: Browser, large: Path) -> None:
     assert large.stat().st_size <= 3_000_000
     with Tab(chrome) as tab:

@@ -94,6 +94,7 @@ def test_rows_answers_and_slices_are_stored_with_the_scores(made_once: ProjectLa
     assert "Confusion matrix of" in (layout.evaluate / "confusion" / "candidate.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_stored_scores_are_not_computed_again(layout: ProjectLayout, forwards: list[int]) -> None:
     first = files.read_manifest(layout.evaluate)
     evaluated(layout)
@@ -120,6 +121,7 @@ def test_stored_scores_are_not_computed_again(layout: ProjectLayout, forwards: l
         assert files.read_manifest(layout.evaluate) == before
 
 
+@pytest.mark.long
 def test_the_merged_model_is_scored_with_the_adapter_and_alone(layout: ProjectLayout) -> None:
     report = evaluated(layout, params_file.apply_changes(SETTINGS, {"evaluate.formats": ["adapter", "merged"]}))
     assert set(report.scores) == {"base", "candidate", "merged"}
@@ -171,6 +173,7 @@ def small_memory() -> Iterator[Callable[..., None]]:
         hook.remove()
 
 
+@pytest.mark.long
 def test_with_too_little_memory_all_models_are_scored_in_smaller_batches(
     layout: ProjectLayout, small_memory: Callable[..., None]
 ) -> None:

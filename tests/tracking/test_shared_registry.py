@@ -223,6 +223,7 @@ def test_a_commit_is_completed_by_another_person(team: Team, processes: Any, met
     assert team.files("ada") == team.files("bob")
 
 
+@pytest.mark.long
 def test_an_interrupted_upload_is_continued(team: Team, processes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     upload = model_files._upload

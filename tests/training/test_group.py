@@ -189,6 +189,7 @@ def test_a_diverging_run_ends_alone(copy: Callable[[str], ProjectLayout], tmp_pa
         assert runs[1].wait() == 1
 
 
+@pytest.mark.long
 def test_a_stopped_run_saves_its_state_and_the_others_continue(
     copy: Callable[[str], ProjectLayout], tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: 
     assert "32 rows at a time would need" in notices[0]
 
 
+@pytest.mark.long
 def test_work_that_does_not_fit_with_one_row_is_refused_or_reported(
     tmp_path: Path, llama: ModelSpec, room: Room
 ) -> None:

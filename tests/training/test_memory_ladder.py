@@ -49,6 +49,7 @@ def events(loop: TrainingLoop, kind: str) -> list[JournalEvent]:
     return [event for event in JournalReader(loop.context.paths.journal).read() if event.kind == kind]
 
 
+@pytest.mark.long
 def test_the_ladder_acts_before_memory_runs_out_and_a_resumed_run_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_without_the_setting_memory_is_not_even_read(tmp_path: Path, monkeypatch
         loop.run()
 
 
+@pytest.mark.long
 def test_single_rows_cannot_be_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make_loop(tmp_path, monkeypatch, {step: 0.97 if step % 2 else 0.5 for step in range(1, 20)})
     loop.run()

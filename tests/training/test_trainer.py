@@ -92,6 +92,7 @@ def test_the_micro_batch_changes_memory_and_not_what_is_learned(train_here: Trai
     assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(whole, split, strict=True))
 
 
+@pytest.mark.long
 def test_validating_and_recomputing_activations_do_not_change_what_is_learned(train_here: TrainHere) -> None:
     """Random numbers used by a validation and a repacked 4-bit layout must not affect training."""
     once = last_weights(train_here(validate_every_steps=1000, final_checkpoint="last"))

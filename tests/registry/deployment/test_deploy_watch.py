@@ -114,6 +114,7 @@ def test_a_watch_follows_promotions_and_rollbacks(project: ProjectLayout, served
     assert watching.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.long
 def test_a_watch_continues_after_refusals(project: ProjectLayout, served: Path, watching: Watching) -> None:
     promote_fake_model(project, "a")
     while "version 1 " not in (line := watching.said()):
