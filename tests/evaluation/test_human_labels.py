@@ -49,14 +49,14 @@ def test_cohen_kappa_equals_the_library_and_a_textbook_example() -> None:
 
 def task(count: int, judges: dict[str, dict[str, float]] | None = None) -> LabelTask:
     """Return samples whose first answer is the longer one for even numbers."""
-    samples = [
-        LabelSample(
+    samples = {
+        f"p{k}": LabelSample(
             prompt=f"p{k}",
             conversation=Conversation([{"role": "user", "content": f"question {k}"}]),
             answers=("a" * (3 if k % 2 else 9), "b" * 6),
         )
         for k in range(count)
-    ]
+    }
     one, other = (LabelSideReport(name=name, digest=name, answers=count, unmatched=0) for name in ("A", "B"))
     return LabelTask((one, other), make_samples(("A", "B"), samples), 2, are_test_rows=True, judges=judges or {})
 

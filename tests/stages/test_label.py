@@ -44,9 +44,13 @@ def names(layout: ProjectLayout) -> tuple[str, str]:
 
 @contextmanager
 def served(
-    layout: ProjectLayout, host: str = "127.0.0.1", token: str | None = None, rater: str | None = None
+    layout: ProjectLayout,
+    sides: tuple[str, str] | None = None,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    rater: str | None = None,
 ) -> Iterator[LabelServer]:
-    task = open_task(Project(layout.root), names(layout))
+    task = open_task(Project(layout.root), sides or names(layout))
     with LabelServer(LabelSession(task, layout.judgements, seed=0), host, 0, token, rater) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -77,7 +81,13 @@ def test_raters_judge_independently_and_undo(project: ProjectLayout) -> None:
         for number in range(30):
             before = ann
             first_of_a += "of a:" in ann["answers"][0]
-            judgement = {"rater": " ann ", "sample": ann["sample"], "choice": "first", "note": f"note {number}"}
+            judgement = {
+                "rater": " ann ",
+                "sample": ann["sample"],
+                "shown": ann["shown"],
+                "choice": "first",
+                "note": f"note {number}",
+            }
             status, ann = post(server, "/judge", judgement)
             assert (status, ann["done"]) == (200, number + 1)
             assert post(server, "/judge", judgement) == (200, ann), "sent again, it changes nothing"
@@ -94,19 +104,43 @@ def test_raters_judge_independently_and_undo(project: ProjectLayout) -> None:
         assert post(server, "/next", {"rater": "ann"})[1] == {**before, "last": undone["last"]}
 
 
+def test_servers_share_the_file_and_a_page_may_be_older_than_its_server(project: ProjectLayout) -> None:
+    write_answers(project, 3)
+    a, b = names(project)
+    with served(project) as server:
+        state = post(server, "/next", {"rater": "ann"})[1]
+        judgement = {"rater": "ann", "sample": state["sample"], "shown": state["shown"], "note": ""}
+        better = "a" if "of a:" in state["answers"][0] else "b"
+        for side in ("a", "b"):
+            rows = (project.root / f"{side}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+            rows = [*rows[::-1], json.dumps({"prompt": "New?", "answer": f"new {side}"}) + "\n"]
+            (project.root / f"{side}.jsonl").write_text("".join(rows), encoding="utf-8")
+        with served(project, (b, a)) as other:
+            assert post(other, "/judge", judgement | {"choice": "first"})[0] == 200
+            assert post(server, "/judge", judgement | {"choice": "second"})[0] == 200
+            assert post(other, "/judge", judgement | {"choice": "first"})[1]["done"] == 1
+            assert post(server, "/next", {"rater": "ann"})[1]["done"] == 1
+            assert post(other, "/judge", judgement | {"choice": "first", "shown": "x"})[0] == 409
+    assert [line["choice"] for line in lines(project)] == ["first", "second", "first"]
+    for sides in ((a, b), (b, a)):
+        report = label_results(Project(project.root), sides)
+        assert (report.judged, report.samples, report.outdated) == (1, 4, 0)
+        assert report.win_rate is not None and report.win_rate.value == float(f"{better}.jsonl" in sides[0])
+
+
 def test_a_disk_that_is_full_is_reported_and_the_judgement_may_be_sent_again(
     project: ProjectLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_answers(project, 2)
     with served(project) as server:
-        sample = post(server, "/next", {"rater": "ann"})[1]["sample"]
-        judgement = {"rater": "ann", "sample": sample, "choice": "tie", "note": ""}
+        state = post(server, "/next", {"rater": "ann"})[1]
+        judgement = {"rater": "ann", "sample": state["sample"], "shown": state["shown"], "choice": "tie", "note": ""}
         project.judgements.mkdir()
         status, reply = post(server, "/judge", judgement)
         assert status == 507 and "not saved" in reply["error"]
         project.judgements.rmdir()
         assert post(server, "/judge", judgement)[1]["done"] == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be read (Is a directory)" in capsys.readouterr().err
     assert len(lines(project)) == 1
 
 
@@ -125,8 +159,8 @@ def test_a_disk_that_is_full_is_reported_and_the_judgement_may_be_sent_again(
         ("/next", {"rater": "\ud800"}, {}, 400),
         ("/next", [], {}, 400),
         ("/next", b"{", {}, 400),
-        ("/judge", {"rater": "ann", "sample": "x", "choice": "third", "note": ""}, {}, 400),
-        ("/judge", {"rater": "ann", "sample": "x", "choice": "first", "note": ""}, {}, 409),
+        ("/judge", {"rater": "ann", "sample": "x", "shown": "x", "choice": "third", "note": ""}, {}, 400),
+        ("/judge", {"rater": "ann", "sample": "x", "shown": "x", "choice": "first", "note": ""}, {}, 409),
         ("/files", {"rater": "ann"}, {}, 404),
     ],
 )
@@ -145,7 +179,7 @@ def test_requests_that_are_refused(
 
 def test_another_interface_needs_the_token(project: ProjectLayout) -> None:
     write_answers(project, 2)
-    with served(project, "0.0.0.0", "a-long-random-token") as server:  # noqa: S104
+    with served(project, host="0.0.0.0", token="a-long-random-token") as server:  # noqa: S104, S106
         assert server.address.endswith("/#a-long-random-token")
         for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Bearer \xe9"}):
             assert post(server, "/next", {"rater": "ann"}, **given)[0] == 401
@@ -208,7 +242,9 @@ def judge_all(layout: ProjectLayout, sides: tuple[str, str], prefer: str) -> Non
     """Judge every sample; the answers that contain `prefer` win."""
     session = LabelSession(open_task(Project(layout.root), sides), layout.judgements, seed=0)
     while (state := session.describe("ann"))["sample"] is not None:
-        session.judge("ann", state["sample"], "first" if prefer in state["answers"][0] else "second", "")
+        session.judge(
+            "ann", state["sample"], state["shown"], "first" if prefer in state["answers"][0] else "second", ""
+        )
 
 
 def test_models_of_the_evaluation_are_judged_for_the_gate(

@@ -132,7 +132,10 @@ class BatchPlan:
         self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, self.rows_per_example).sum(axis=1)
         """Number of tokens of each example."""
         if not len(self.lengths):
-            raise DataError("the training split has no rows; run `ratchet prepare` again")
+            raise DataError(
+                "the training split has no rows to learn; run `ratchet prepare` again, or, if all answers are labelled "
+                "false, add some that are labelled true"
+            )
         self.seed, self.batch_size, self.batching = settings.seed, settings.batch_size, settings.batching
         self._packing: PackingPlan | None = None
         if settings.batching == "packed":

@@ -64,10 +64,15 @@ class LabelTask:
         return [judgement for judgement in log.judgements.values() if judgement.sample in self.samples]
 
 
-def make_samples(sides: tuple[str, str], samples: Iterable[LabelSample]) -> dict[str, LabelSample]:
-    """Return the samples by their digests. `sides` are the digests of both sides."""
+def make_samples(sides: tuple[str, str], samples: Mapping[str, LabelSample]) -> dict[str, LabelSample]:
+    """Return the samples by their digests.
+
+    Args:
+        sides: digests of both sides.
+        samples: by row id, or by the digest of the prompt's text.
+    """
     return {
-        digest_sample(sample.prompt, dict(zip(sides, sample.answers, strict=True))): sample for sample in samples
+        digest_sample(key, dict(zip(sides, sample.answers, strict=True))): sample for key, sample in samples.items()
     }  # fmt: skip
 
 

@@ -219,7 +219,9 @@ def read_task_text(layout: ProjectLayout, name: str, setting: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SettingsError(f"{setting}: file {name} not found in {layout.tasks}") from None
+        raise SettingsError(
+            f"{setting}: file {name} not found in {layout.tasks}; set a path relative to this directory"
+        ) from None
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise SettingsError(f"{setting}: {path} is not a UTF-8 text file ({error})") from None
 

@@ -335,7 +335,7 @@ class AnswerFilters:
             return "finish", answer.finish, ""
         if problem := find_text_flaw(text) or find_text_flaw(answer.reasoning or ""):
             return "invalid_text", problem, ""
-        if len(text) < settings.min_characters or len(text) > (settings.max_characters or len(text)):
+        if len(text.strip()) < settings.min_characters or len(text) > (settings.max_characters or len(text)):
             return "length", f"{len(text):,} characters", ""
         if not self._has_valid_format(answer):
             return "format", text, ""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratchet.errors import DataError
 from ratchet.quality_gate import statistics
 from ratchet.runs.journal import Journal, JournalReader
 from ratchet.storage import digests, files
@@ -40,9 +41,17 @@ class JudgementLog:
 
 
 def read_judgements(path: Path) -> JudgementLog:
-    """Read a file of judgements; empty if it does not exist. Lines that are not valid are counted and skipped."""
+    """Read a file of judgements; empty if it does not exist. Lines that are not valid are counted and skipped.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     reader, log = JournalReader(path), JudgementLog()
-    for event in reader.read():
+    try:
+        events = list(reader.read())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); expected a file with JSON lines") from None
+    for event in events:
         try:
             log.add(KINDS[event.kind].model_validate(event.data))
         except (KeyError, ValueError):

@@ -188,15 +188,15 @@ def open_task(project: Project, names: tuple[str, str], prompts: Path | None = N
         )
     samples = make_samples(
         (first.digest, second.digest),
-        (
-            LabelSample(
+        {
+            key: LabelSample(
                 prompt=key if are_test_rows else first.prompts[key].id,
                 conversation=first.prompts[key].conversation,
                 answers=(first.prompts[key].answer, second.prompts[key].answer),
                 group=first.prompts[key].group or second.prompts[key].group,
             )
             for key in differing
-        ),
+        },
     )
     sides = (
         LabelSideReport(
@@ -225,7 +225,9 @@ def _open_side(project: Project, name: str, prompts: Path | None, by_row: bool) 
         ]
     else:
         found = _read_file(path, project.settings)
-    return LabelSide(name, digests.hash_file(path), _index_prompts(found))
+    # A file keeps its judgements when rows are added or moved: each sample has its own answers.
+    place = os.path.relpath(path.resolve(), project.root.resolve())
+    return LabelSide(name, digests.hash_bytes(place.encode()), _index_prompts(found))
 
 
 def _read_file(path: Path, settings: Settings) -> list[LabelPrompt]:

@@ -11,7 +11,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,12 +19,14 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from ratchet.data.conversation import extract_text
-from ratchet.errors import SettingsError, StorageError
+from ratchet.errors import DataError, SettingsError, StorageError
 from ratchet.evaluation.human_labels import LabelTask
 from ratchet.http_client import is_loopback
 from ratchet.quality_gate.judgements import append_record, read_judgements
 from ratchet.reports import pages
 from ratchet.runs.log import print_message
+from ratchet.storage import digests
+from ratchet.storage.digests import SHORT
 from ratchet.storage.html import escape_invisible
 from ratchet.storage.records.label import Choice, Judgement, JudgementUndo
 
@@ -57,6 +59,7 @@ class LabelSession:
         self._task, self._path, self._seed = task, path, seed
         self._mutex = threading.Lock()
         self._log = read_judgements(path)
+        self._version: tuple[int, ...] | None = None
         self._order = sorted(task.samples, key=lambda sample: self._draw("order", sample))
 
     def _draw(self, *parts: str) -> bytes:
@@ -66,29 +69,53 @@ class LabelSession:
         """Return whether the second side is shown first."""
         return self._draw("side", rater, sample)[0] % 2 == 1
 
-    def judge(self, rater: str, sample: str, choice: Choice, note: str) -> None:
+    def judge(self, rater: str, sample: str, shown: str, choice: Choice, note: str) -> None:
         """Store a judgement. A repetition of the same judgement changes nothing.
 
+        Args:
+            rater: name of the rater.
+            sample: digest of the sample.
+            shown: `shown` of the state that the rater saw. It decides which side was first, because a page may be older
+                than this process.
+            choice: the choice.
+            note: note of the rater.
+
         Raises:
-            RefusedRequestError: the sample is unknown.
+            RefusedRequestError: the sample or the shown answers are unknown.
+            DataError: the file of judgements cannot be read.
             StorageError: the judgement cannot be written.
         """
-        if sample not in self._task.samples:
+        answers = self._task.samples[sample].answers if sample in self._task.samples else ()
+        sides = self._task.side_digests
+        if answers and shown == _digest_shown(answers[::-1]):
+            sides = sides[::-1]
+        elif not answers or shown != _digest_shown(answers):
             raise RefusedRequestError(HTTPStatus.CONFLICT, "these answers are no longer compared; load the page again")
-        first, second = self._task.side_digests
-        shown = (second, first) if self._is_swapped(rater, sample) else (first, second)
         entry = Judgement(
-            sample=sample, prompt=self._task.samples[sample].prompt, shown=shown, choice=choice, rater=rater, note=note
+            sample=sample, prompt=self._task.samples[sample].prompt, shown=sides, choice=choice, rater=rater, note=note
         )
         with self._mutex:
+            self._read()
             if self._log.judgements.get((sample, rater)) != entry:
                 self._append(entry)
 
     def undo(self, rater: str, sample: str) -> None:
-        """Withdraw a judgement; does nothing if there is none. Raises StorageError if this cannot be written."""
+        """Withdraw a judgement; does nothing if there is none. Raises the errors of `judge` about the file."""
         with self._mutex:
+            self._read()
             if (sample, rater) in self._log.judgements:
                 self._append(JudgementUndo(sample=sample, rater=rater))
+
+    def _read(self) -> None:
+        """Read the judgements again if the file was changed, by git or by another process of `ratchet label`."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            version: tuple[int, ...] = ()
+        else:
+            version = found.st_ino, found.st_size, found.st_mtime_ns
+        if version != self._version:
+            self._log, self._version = read_judgements(self._path), version
 
     def _append(self, entry: Judgement | JudgementUndo) -> None:
         try:
@@ -100,6 +127,7 @@ class LabelSession:
     def describe(self, rater: str) -> dict[str, Any]:
         """Return the next sample of a rater and the progress, as JSON. The names of the sides are not in it."""
         with self._mutex:
+            self._read()
             done = [
                 judgement
                 for (sample, name), judgement in self._log.judgements.items()
@@ -116,6 +144,7 @@ class LabelSession:
         if digest is not None:
             sample = self._task.samples[digest]
             answers = sample.answers[::-1] if self._is_swapped(rater, digest) else sample.answers
+            state["shown"] = _digest_shown(answers)
             state["answers"] = [escape_invisible(answer.strip()) for answer in answers]
             state["prompt"] = [
                 {
@@ -125,6 +154,11 @@ class LabelSession:
                 for message in sample.conversation.messages
             ]
         return state
+
+
+def _digest_shown(answers: Sequence[str]) -> str:
+    """Return the digest of the two answers to a prompt in the order in which a page shows them."""
+    return digests.hash_json(list(answers))[:SHORT]
 
 
 class LabelServer(ThreadingHTTPServer):
@@ -195,7 +229,7 @@ class LabelRequest(BaseHTTPRequestHandler):
             kind, body = respond()
         except RefusedRequestError as error:
             status, kind, body = error.status, "application/json", json.dumps({"error": str(error)}).encode()
-        except StorageError as error:
+        except (DataError, StorageError) as error:
             print_message(f"label: {error}")
             status, kind = HTTPStatus.INSUFFICIENT_STORAGE, "application/json"
             body = json.dumps({"error": f"not saved: {error}"}).encode()
@@ -246,7 +280,8 @@ class LabelRequest(BaseHTTPRequestHandler):
                 if (choice := CHOICES.get(str(fields.get("choice")))) is None:
                     raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "choice: expected first, second, tie or skip")
                 note = _read_text(fields, "note", MAX_NOTE_CHARACTERS)
-                session.judge(rater, _read_text(fields, "sample", MAX_NOTE_CHARACTERS), choice, note)
+                sample, shown = (_read_text(fields, name, MAX_NOTE_CHARACTERS) for name in ("sample", "shown"))
+                session.judge(rater, sample, shown, choice, note)
             case "/undo":
                 session.undo(rater, _read_text(fields, "sample", MAX_NOTE_CHARACTERS))
             case _:

@@ -76,7 +76,7 @@
     if (choice === "undo") {
       if (state.last) await request("/undo", { sample: state.last.sample }, state.last.note);
     } else if (state.sample !== null) {
-      await request("/judge", { sample: state.sample, choice, note: get("note").value }, "");
+      await request("/judge", { sample: state.sample, shown: state.shown, choice, note: get("note").value }, "");
     }
   }
 

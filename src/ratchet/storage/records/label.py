@@ -12,7 +12,7 @@ class Judgement(Record):
     """A judgement about the two answers to a prompt: a line of experiments/judgements.jsonl."""
 
     sample: str
-    """Digest of the prompt, both models and both answers. Another answer is another sample."""
+    """Digest of the prompt, both sides and both answers. Another answer is another sample."""
     prompt: str
     """Id of the prompt, for readers of the file."""
     shown: tuple[str, str]
@@ -43,7 +43,7 @@ class LabelSideReport(Record):
 
     name: str
     digest: str
-    """Digest of the evaluated model, or of the file of answers."""
+    """Digest of the evaluated model, or of the path of the file of answers."""
     answers: int
     """Number of prompts with an answer."""
     unmatched: int
