@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/prerequisites
 repro: $(VENV)/.ready
 	dvc repro
 
-# Thirteen minutes on two cores, in random order. What is long because it must be is in `make prove`.
+# Ten minutes on two cores that do nothing else, in random order. What is long because it must be is in `make prove`.
 test: programs
 	pytest -n 3 --dist loadfile -m "not long" --durations=15
 

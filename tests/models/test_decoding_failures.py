@@ -24,6 +24,7 @@ class Full:
             raise MemoryError(f"no room for {tokens} tokens")
 
 
+@pytest.mark.long
 def test_memory_that_runs_out_in_any_pass_changes_nothing() -> None:
     model, asked = model_of("llama"), ragged(24)[:4]
     counted = Full(lambda number, tokens: False)
