@@ -78,11 +78,11 @@ sys.stdin.readline()
 os._exit(1)
 """
 CHILD = """
-import signal, sys
+import os, signal
 from ratchet.runs.signals import die_with_starter
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("asked to stop", flush=True)))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(os.write(1, b"asked to stop\\n")))
 die_with_starter(signal.SIGTERM)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 signal.pause()
 """
 

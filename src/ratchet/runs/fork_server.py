@@ -457,8 +457,7 @@ def serve(connection: socket.socket, parent: int, preload: Callable[[], None]) -
         ready = {fd for fd, _ in poll.poll()}
         if wake_read in ready:
             os.read(wake_read, MESSAGE_BYTES)
-            for ended_number in _report_ended(running, connection):
-                ended[ended_number] = running.pop(ended_number)
+            _report_ended(running, ended, connection)
         if connection.fileno() not in ready:
             continue
         content, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
@@ -493,17 +492,15 @@ def _start_worker(
         os.close(fd)
 
 
-def _report_ended(running: Mapping[int, int], connection: socket.socket) -> list[int]:
-    """Report the workers that have ended; return their numbers."""
-    numbers = []
-    for number, pid in running.items():
+def _report_ended(running: dict[int, int], ended: dict[int, int], connection: socket.socket) -> None:
+    """Move the workers that have ended from `running` to `ended`, and report them."""
+    for number, pid in list(running.items()):
         # WNOWAIT: the process id stays taken until the other end knows that the process has ended.
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if end is not None:
-            numbers.append(number)
+            ended[number] = running.pop(number)  # before the report: afterwards, a request to stop ends this process
             exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             _send(connection, {"event": "ended", "number": number, "exit_code": exit_code})
-    return numbers
 
 
 def _fork_worker(
