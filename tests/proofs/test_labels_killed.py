@@ -4,7 +4,8 @@ import signal
 from typing import Any
 
 from chromium import Tab
-from label_cases import LabelProcess, free_port, lines, write_answers
+from label_cases import LabelProcess, lines, write_answers
+from ports import free_port
 from ratchet.stages.label import label_results
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout

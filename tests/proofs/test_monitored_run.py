@@ -26,6 +26,7 @@ from monitoring_cases import (
     EXPRESSIONS,
     RULES,
 )
+from ports import free_port
 from ratchet.config.machine import Machine
 from ratchet.runs.directory import RunPaths, find_newest_run
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -70,7 +71,7 @@ def training(project: Any) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_run_with_faults_fills_the_whole_dashboard_and_its_counters_survive_two_restarts(tmp_path: Path) -> None:
-    port = prometheus_server.free_port()
+    port = free_port()
     machine = tiny_project.MACHINE.model_copy(
         update={
             "metrics_port": port, "replica": str(tmp_path / "replica"),
@@ -162,7 +163,7 @@ class Made:
     """A run whose events the test creates."""
 
     def __init__(self, name: str, stack: ExitStack) -> None:
-        self.port = prometheus_server.free_port()
+        self.port = free_port()
         self.exposition = PrometheusExporter(
             Machine(metrics_port=self.port, replica="/nowhere", metrics_scrape_wait_s=0.0)
         )

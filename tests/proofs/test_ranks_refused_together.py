@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import tiny_project
-from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, project, settings, start, wait_until
+from ports import free_port
+from rank_projects import EVEN, PATIENCE_S, SLOW, events, log, project, settings, start, wait_until
 from ranks_refused_cases import (
     ended,
 )

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import tiny_project
+from ports import free_port
 from rank_projects import (
     PATIENCE_S,
     SLOW,
     batches,
     events,
-    free_port,
     project,
     report,
     settings,

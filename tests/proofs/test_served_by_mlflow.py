@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 
 import mlflow_server
 from chat_model import probes_of_hf, write_model
+from ports import free_port
 from promoted_models import NAME, store_fake_model
 from ratchet.registry.model_store import KIND
 from ratchet.storage import files
@@ -36,12 +36,6 @@ messages = [{"role": "user", "content": sys.argv[2]}]
 print(json.dumps(answer["generated_text"][-1]["content"]))
 """
 """What a user of MLflow writes to load the champion."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def answer(port: int, body: dict[str, Any], process: subprocess.Popen[bytes], log: Path) -> Any:

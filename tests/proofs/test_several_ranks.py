@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tiny_project
+from ports import free_port
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -16,7 +17,6 @@ from rank_projects import (
     STEPS,
     batches,
     events,
-    free_port,
     project,
     report,
     settings,

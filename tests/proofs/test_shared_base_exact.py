@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import tiny_project
 from fork_server import fork_server_context
+from ports import free_port
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -20,7 +21,6 @@ from rank_projects import (
     STEPS,
     batches,
     events,
-    free_port,
     project,
     report,
     settings,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import mlflow_server
+from ports import free_port
 from promotion_project import SETTINGS, count_in_child, write_outputs
 from ratchet.config.promote import HookSettings, Promote
 from ratchet.config.settings import Settings
@@ -41,7 +42,7 @@ def server(tmp_path: Path, mlflow_template: Path, monkeypatch: pytest.MonkeyPatc
             files.before = killing
 
     monkeypatch.setattr(outbox, "deliver_pending", deliver)  # the process of the hooks survives its parent
-    with mlflow_server.serve(tmp_path / "server", mlflow_server.free_port(), mlflow_template) as address:
+    with mlflow_server.serve(tmp_path / "server", free_port(), mlflow_template) as address:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         yield address
 

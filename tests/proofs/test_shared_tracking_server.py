@@ -16,6 +16,7 @@ import mlflow_server
 import postgres
 import tiny_project
 from mlflow_server import running
+from ports import free_port
 from ratchet.config.settings import Settings
 from ratchet.errors import TrackingError
 from ratchet.storage import digests
@@ -37,12 +38,6 @@ class Servers:
 
     mlflow: str
     storage: str
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def storage_client(address: str) -> Any:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import mlflow_server
+from ports import free_port
 from rank_projects import (
     EVEN,
     PATIENCE_S,
     SLOW,
     events,
-    free_port,
     log,
     project,
     report,

@@ -10,12 +10,12 @@ import pytest
 
 import mlflow_server
 import tiny_project
+from ports import free_port
 from rank_projects import (
     EVEN,
     PATIENCE_S,
     SLOW,
     events,
-    free_port,
     log,
     project,
     report,

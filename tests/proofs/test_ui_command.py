@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from journaled import NAME, attempt, callback, journal, opened, points, seal_result, stored
-from mlflow_server import free_port, opened_ui
+from mlflow_server import opened_ui
+from ports import free_port
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.storage.layout import ProjectLayout

@@ -60,13 +60,3 @@ class LabelProcess:
 def lines(layout: ProjectLayout) -> list[dict[str, object]]:
     """Return the lines of the file of judgements."""
     return [json.loads(line) for line in layout.judgements.read_text(encoding="utf-8").splitlines()]
-
-
-def free_port() -> int:
-    """Return a port that no process uses."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ ready."""
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_project
+from ports import free_port
 from ratchet.storage.layout import ProjectLayout
 
 START_S = 180.0
@@ -105,10 +105,3 @@ def opened_ui(layout: ProjectLayout, log: Path) -> Iterator[Opened]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    """Return a free port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

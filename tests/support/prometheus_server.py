@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -16,15 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ports import free_port
+
 START_S = 120.0
 PATIENCE_S = 300.0
-
-
-def free_port() -> int:
-    """Return a free port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def program(name: str) -> str:

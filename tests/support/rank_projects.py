@@ -1,9 +1,7 @@
 """Projects with runs that several ranks train, on one or several machines, with real processes."""
 
-import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -88,13 +86,6 @@ def wait_until(condition: Any, *processes: "subprocess.Popen[str]") -> None:
             assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def world(layout: ProjectLayout) -> int:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from prometheus_server import free_port
+from ports import free_port
 from ratchet.config.machine import Machine
 from ratchet.errors import SettingsError, StorageError
 from ratchet.runs.journal import JournalEvent

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import mlflow_server
+from ports import free_port
 from promoted_models import store_fake_model, write_fake_export
 from promotion_project import SETTINGS, accept_model, read_tree, write_outputs, write_verdict
 from ratchet.cli.main import main
@@ -40,7 +41,7 @@ FORCE = PromoteOptions(force=True, reason="the new one answers in French")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    with mlflow_server.serve(folder / "server", mlflow_server.free_port(), mlflow_template) as address:
+    with mlflow_server.serve(folder / "server", free_port(), mlflow_template) as address:
         yield address
 
 
@@ -373,7 +374,7 @@ def test_changed_bytes_on_the_server_are_refused(
 def test_a_server_that_refuses_or_is_gone_gives_one_message(
     team: Team, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], calm: None
 ) -> None:
-    port = mlflow_server.free_port()
+    port = free_port()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "planted-token-77")
     write_outputs(team.layouts["ada"], "a")
@@ -434,7 +435,7 @@ def test_a_watch_follows_the_server(team: Team, tmp_path: Path, monkeypatch: pyt
 def test_a_refused_report_is_one_line_and_no_failure(
     team: Team, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = mlflow_server.free_port()
+    port = free_port()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     with refusing_server(port, 401):
         MlflowTracker.open(team.layouts["ada"], team.settings).report_answers("run", [], grace_s=100)

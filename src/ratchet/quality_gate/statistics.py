@@ -23,6 +23,13 @@ MIN_UNITS_PER_KIND = 20
 because this is then faster."""
 
 
+def _check_proportion(name: str, count: float, n: int, confidence: float) -> None:
+    if n < 1 or not 0 <= count <= n:
+        raise ValueError(f"found {count!r} {name} in {n!r} samples; expected 0 <= {name} <= n and n >= 1")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence {confidence!r} is not between 0 and 1")
+
+
 def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, float]:
     """Compute one-sided bounds of a proportion from `successes` in `n` samples.
 
@@ -37,10 +44,7 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     Raises:
         ValueError: n is below 1, `successes` is not between 0 and n, or the confidence is not between 0 and 1.
     """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"found {successes!r} successes in {n!r} samples; expected 0 <= successes <= n and n >= 1")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence!r} is not between 0 and 1")
+    _check_proportion("successes", successes, n, confidence)
     z, share = float(stats.norm.ppf(confidence)), successes / n
     centre = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -63,10 +67,7 @@ def clopper_pearson_bounds(failures: int, n: int, confidence: float) -> tuple[fl
     Raises:
         ValueError: n is below 1, `failures` is not between 0 and n, or the confidence is not between 0 and 1.
     """
-    if n < 1 or not 0 <= failures <= n:
-        raise ValueError(f"found {failures!r} failures in {n!r} samples; expected 0 <= failures <= n and n >= 1")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence!r} is not between 0 and 1")
+    _check_proportion("failures", failures, n, confidence)
     low = float(stats.beta.ppf(1 - confidence, failures, n - failures + 1)) if failures else 0.0
     high = float(stats.beta.ppf(confidence, failures + 1, n - failures)) if failures < n else 1.0
     return low, high

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tiny_gguf
+from ports import free_port
 from ratchet.errors import BaseModelError, DamagedFileError, LockHeldError, RatchetError
 from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes.llama_server import LlamaClient
@@ -35,11 +36,6 @@ def wait(for_it: Callable[[], bool]) -> bool:
     while not (there := for_it()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return there
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def test_a_server_is_of_this_machine_alone_and_ends_with_the_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
