@@ -1,8 +1,9 @@
 """Changes the source in small ways, one at a time, and counts how many of these mutants the tests detect.
 
 A mutant is one changed operator, constant or condition, drawn from `src/ratchet` with a seed. The tests of its package
-(`tests/<package>`, or `tests/test_<module>*.py` for a module outside packages) run on it. With --proofs, the proofs of
-the package run as well if those tests miss it. The source is changed in a copy of the checkout.
+(`tests/<package>`, or `tests/test_<module>*.py` for a module outside packages) run on it, without the tests that
+`make test` leaves out. With --proofs, the proofs of the package run as well if those tests miss it. The source is
+changed in a copy of the checkout.
 
 With --earlier FILE, written by --json, the same mutants are judged again. The test that detected a mutant runs first,
 if it still exists, so that most mutants take seconds.
@@ -27,6 +28,8 @@ import proofs
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1200.0
 """Time limit of the tests in seconds. A mutant with which tests take longer counts as detected."""
+PROOFS_LIMIT_S = 5400.0
+"""The same limit for the proofs of a package."""
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -117,25 +120,29 @@ def tests_of(package: str) -> list[str]:
     return sorted({path.relative_to(ROOT).as_posix() for path in paths})
 
 
-def find_failure(copy: Path, paths: list[str], processes: int = 2) -> str:
+def find_failure(
+    copy: Path, paths: list[str], processes: int = 2, marked: str = "not long", limit_s: float = LIMIT_S
+) -> str:
     """Return the first of these tests that fails in the copy of the checkout, or an empty text.
+
+    `marked` selects tests by markers, as pytest's option `-m` does.
 
     Raises:
         SystemExit: pytest ends without a result, for instance because a path does not exist.
     """
     if not paths:
         return ""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", *paths]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", marked, *paths]
     if processes > 1:
         command += ["-n", str(processes), "--dist", "loadfile"]
     environment = os.environ | {"PYTHONPATH": str(copy / "src")}
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, check=False, timeout=LIMIT_S, text=True
+            command, cwd=copy, env=environment, capture_output=True, check=False, timeout=limit_s, text=True
         )
     except subprocess.TimeoutExpired:
-        return f"the tests did not end within {LIMIT_S:.0f} s"
-    if done.returncode == 0:
+        return f"the tests did not end within {limit_s:.0f} s"
+    if done.returncode in (0, 5):  # 5: none of these tests was selected
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if failed is None and done.returncode not in (1, 2):  # 2: a test module cannot be imported
@@ -152,7 +159,7 @@ def still_fails(copy: Path, test: str) -> bool:
     path = copy / file
     if not function or not path.is_file() or f"def {function.split('::')[-1]}(" not in path.read_text(encoding="utf-8"):
         return False
-    return bool(find_failure(copy, [name], processes=1))
+    return bool(find_failure(copy, [name], processes=1, marked="long or not long"))
 
 
 def main() -> int:
@@ -186,8 +193,8 @@ def main() -> int:
             test = first if first and still_fails(copy, first) else find_failure(copy, tests_of(package))
             by = "tests" if test else ""
             if not by and options.proofs:
-                proof_paths = [f"tests/proofs/{proof.name}" for proof in all_proofs if package in proof.packages]
-                test = find_failure(copy, proof_paths)
+                proof_paths = [str(proof.path.relative_to(ROOT)) for proof in all_proofs if package in proof.packages]
+                test = find_failure(copy, proof_paths, marked="long", limit_s=PROOFS_LIMIT_S)
                 by = "proofs" if test else ""
             shutil.copyfile(mutant.path, target)
             change = {"path": str(relative), "line": mutant.line, "before": mutant.before, "after": mutant.after}
