@@ -44,6 +44,23 @@ def test_what_is_not_known_gets_the_nearest_name_and_exit_code_2(
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["doctor", "--help"], ["config"], ["status", "--json"]],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_one_message(arguments: list[str], tmp_path: Path) -> None:
+    environment = {name: value for name, value in tiny_project.environment().items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ratchet", *arguments], cwd=tmp_path, env=environment, stdout=full,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert ("no Ratchet project" if "status" in arguments else "standard output: No space left on device") in line
+
+
 def test_a_wrong_setting_is_reported_before_the_libraries_are_loaded(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "project")
     layout.params.write_text(layout.params.read_text(encoding="utf-8") + "\nunknown: 1\n", encoding="utf-8")

@@ -111,7 +111,7 @@ class VersionAction(argparse.Action):
         """Print the version and exit."""
         from importlib.metadata import version
 
-        print(f"ratchet {version('ratchet-llm')}")
+        parser._print_message(f"ratchet {version('ratchet-llm')}\n", sys.stdout)
         parser.exit()
 
 

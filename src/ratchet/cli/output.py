@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,13 +32,16 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def print_text(text: str) -> None:
-    """Print one or several lines. After the pipe or terminal is closed (`| head`), the command continues silently."""
+    """Print one or several lines. After the pipe or terminal is closed (`| head`), the command continues silently.
+
+    Raises OSError if they cannot be written for another reason, such as a full disk.
+    """
     try:
         print(text, flush=True)
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def print_record(record: R, format_record: Callable[[R], str], arguments: argparse.Namespace) -> None:
@@ -60,7 +64,8 @@ def print_error(error: BaseException, text: str, exit_code: int, arguments: argp
     write_stderr(f"ratchet {arguments.command}: {text}\n")
     if getattr(arguments, "json", False) and not getattr(arguments, "has_result", False):
         failure = {"type": type(error).__name__, "message": redact(text), "exit_code": exit_code}
-        print_text(json.dumps({"error": failure}, indent=2, ensure_ascii=False))
+        with suppress(OSError):  # standard output is full, and standard error has the reason
+            print_text(json.dumps({"error": failure}, indent=2, ensure_ascii=False))
 
 
 def progress_printer(arguments: argparse.Namespace) -> Callable[[str], None]:

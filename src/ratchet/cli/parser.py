@@ -5,6 +5,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ratchet.cli.output import print_text
+from ratchet.errors import EXIT_INPUT
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose messages contain what was probably meant. Errors end the process with exit code 2."""
@@ -37,6 +40,16 @@ class CommandParser(argparse.ArgumentParser):
         if parser is self and any(name in list_flags(command) for command in self.commands.values()):
             self.error(f"unknown before the command: {word}; write it after the command")
         parser.error(f"unknown: {word}{suggest(name, list_flags(parser)) if name.startswith('-') else ''}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or an error. End the process with an error if help cannot be written, which argparse ignores."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        try:
+            print_text(message.removesuffix("\n"))
+        except OSError as error:
+            self.exit(EXIT_INPUT, f"{self.prog}: {error.filename}: {error.strerror}\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Convert a value to the type of its option."""
