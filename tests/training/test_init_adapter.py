@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save, save_file
 
 import group_cases
 import tiny_project
+import tiny_sweep
 import trained
 from group_cases import RunInGroup, members
 from hub_server import Hub
+from ratchet.config.sweep import SweepParameter
 from ratchet.config.train import Train
 from ratchet.errors import DataError, HubError, SettingsError
 from ratchet.models import adapter_format, adapters, loading
@@ -23,6 +25,7 @@ from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Champion, ChampionFile
 from ratchet.training.run_spec import build_run_spec, pin_champion
+from ratchet.tuning.study_session import StudySession
 
 SOURCE = Train.model_validate(tiny_project.TRAIN.model_dump() | {"quantization": "none", "epochs": 0.5})
 
@@ -86,6 +89,26 @@ def test_the_run_id_depends_on_the_weights_and_not_on_their_path(
     tensors = load_file(copy / "trainable.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, copy / "trainable.safetensors")
     assert run_id(layout, started(str(copy))) != original
+
+
+def test_a_study_depends_on_the_weights_and_not_on_their_path(
+    layout: ProjectLayout, source: RunPaths, tmp_path: Path
+) -> None:
+    kept, copy = source.result / "checkpoints" / "best", tmp_path / "copy"
+    shutil.copytree(kept, copy)
+
+    space = {"train.learning_rate": SweepParameter(low=1e-3, high=1e-1, log=True)}
+
+    def open_study(reference: Path) -> str:
+        wanted = tiny_sweep.settings(space=space).model_copy(update={"train": started(str(reference))})
+        with StudySession.open(layout, wanted) as session:
+            return session.store.study
+
+    assert open_study(kept) == open_study(copy)
+    tensors = load_file(copy / "trainable.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, copy / "trainable.safetensors")
+    with pytest.raises(SettingsError, match=r"train\.init_adapter: [0-9a-f]{12} -> [0-9a-f]{12}"):
+        open_study(copy)
 
 
 @pytest.mark.parametrize(

@@ -413,8 +413,13 @@ class TrialStore:
 # The identity of a study, and differences between two.
 
 
-def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str, Any]:
+def compute_identity(
+    settings: Settings, data_digest: str, base_digest: str, start_digest: str | None = None
+) -> dict[str, Any]:
     """Return the identity of a study as JSON: everything that affects the results of trials or their sequence.
+
+    `start_digest` is the digest of the weights of train.init_adapter, as in a run's spec, so that the identity does not
+    depend on their path.
 
     The identity does not contain limits (trials, hours, tokens, max_repeated_failures), finalists, storage and name. Of
     the searched settings, it contains only the values of params.yaml that trials may use.
@@ -423,7 +428,7 @@ def compute_identity(settings: Settings, data_digest: str, base_digest: str) -> 
         SettingsError: the search space is invalid.
     """
     space, sweep = SearchSpace.from_settings(settings), settings.sweep
-    train = settings.train.identity()
+    train = settings.train.model_copy(update={"init_adapter": start_digest}).identity()
     for axis in space.axes():
         _, *sections, leaf = axis.name.split(".")
         node = train

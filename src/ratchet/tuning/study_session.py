@@ -43,7 +43,7 @@ class StudySession:
         """
         space = SearchSpace.from_settings(settings)
         spec = build_run_spec(layout, settings)
-        identity = compute_identity(settings, spec.data_digest, spec.base_digest)
+        identity = compute_identity(settings, spec.data_digest, spec.base_digest, spec.train.init_adapter)
         storage = open_storage(layout, settings.machine.study_storage)
         try:
             if not create and TrialStore.newest(storage, settings.sweep.name) is None:
