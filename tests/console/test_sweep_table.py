@@ -137,6 +137,17 @@ def test_what_was_over_before_is_not_told_again() -> None:
     assert "pruning saved" in lines[2]
 
 
+def test_the_end_names_the_winner_with_rows_and_p_values() -> None:
+    stream = io.StringIO()
+    view = create_sweep_display(stream)
+    view.close(sweep_example.report(40))
+    [winner] = [line for line in stream.getvalue().splitlines() if line.startswith("winner: ")]
+    assert winner.endswith(
+        "6 is the cheaper one; over 512 validation rows, trial 11 has p = 0.081 against trial 6, p = 0.0004 against "
+        "trial 23"
+    )
+
+
 def test_hostile_and_unencodable_texts() -> None:
     stream = io.StringIO()
     view = create_sweep_display(stream)

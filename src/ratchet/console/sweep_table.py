@@ -23,7 +23,7 @@ from ratchet.console.terminal import (
 )
 from ratchet.runs.status import RunProgress
 from ratchet.storage.html import escape_invisible
-from ratchet.storage.records.sweep import SweepReport, Trial
+from ratchet.storage.records.sweep import FinalRound, SweepReport, Trial
 from ratchet.tuning.tracking_sync import STATES, count_states
 from ratchet.tuning.trial_requests import describe_clone, list_paused
 from ratchet.tuning.trial_summary import (
@@ -167,9 +167,8 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
     elif report.best:
         lines.append(f"Pareto front: trials {', '.join(map(str, report.best))}")
     if report.winner is not None:
-        lines.append(
-            f"winner: {first_line(report.final_round.reason) if report.final_round else f'trial {report.winner}'}"
-        )
+        winner = describe_winner(report.final_round) if report.final_round else f"trial {report.winner}"
+        lines.append(f"winner: {winner}")
     if paused := ", ".join(map(str, list_paused(report.trials))):
         lines.append(f"paused by a person and not continued: {paused} (`ratchet sweep --resume TRIAL`)")
     if report.stopped:
@@ -182,6 +181,16 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
         share = savings.pruned.tokens / savings.full_tokens
         facts.append(f"pruning saved {savings.pruned.tokens:,} of {savings.full_tokens:,} tokens ({share:.0%})")
     return [*lines, "; ".join(facts)] if facts else lines
+
+
+def describe_winner(final_round: FinalRound) -> str:
+    """Describe why the winner was chosen, with the p-values of the paired comparisons and the number of rows."""
+    reason = first_line(final_round.reason)
+    if not final_round.comparisons:
+        return reason
+    leader, rows = final_round.finalists[0].number, final_round.rows
+    p_values = ", ".join(f"p = {pair.p:.2g} against trial {pair.other}" for pair in final_round.comparisons)
+    return f"{reason}; over {rows:,} validation rows, trial {leader} has {p_values}"
 
 
 def describe_changes(report: SweepReport, trial: Trial, known: Trial | None) -> Iterator[str]:
