@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+import journaled
 import tiny_project
 import tiny_sweep
 from ratchet.config.sweep import FinalistSettings, PrunerSettings, SweepParameter
+from ratchet.runs.directory import RunDirectory, RunSpec
 from ratchet.storage.records.data import DatasetCard
+from ratchet.training.run_spec import build_run_spec
 from ratchet.tuning.cost_estimate import SearchEstimate, estimate_search
 from ratchet.tuning.search_space import SearchSpace
 
@@ -29,7 +32,30 @@ def test_without_pruning_and_without_a_run_there_is_one_number_and_no_time() -> 
     )  # fmt: skip
     assert estimate.format() == (
         "4 trials; a complete training has 1,000 answer tokens, the search needs 4,000; no estimate of the time, "
-        "because no run with this base is complete"
+        "because no run with this base that was trained alone is complete"
+    )
+
+
+def test_the_time_of_trials_together_is_not_known(tmp_path: Path) -> None:
+    settings = tiny_sweep.settings(concurrent_trials=4)
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    alone, space = build_run_spec(layout, settings), SearchSpace.from_settings(settings)
+
+    def estimate_after_a_run(spec: RunSpec) -> SearchEstimate:
+        run = RunDirectory.open(layout.runs, spec)
+        journaled.attempt(run, 1, 1, 10)
+        journaled.seal_result(run.paths)
+        run.close()
+        return estimate_search(layout, settings, space, workers=2)
+
+    assert estimate_after_a_run(alone.model_copy(update={"is_grouped": True})).tokens_per_s is None
+    assert (
+        estimate_after_a_run(alone)
+        .format()
+        .endswith(
+            "for one trial at a time on each worker, at the speed of the last complete run; how much faster 4 at a time "
+            "(sweep.concurrent_trials) are is not known"
+        )
     )
 
 

@@ -12,6 +12,7 @@ from ratchet.runs.directory import RunSpec, list_runs, recency
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import DatasetCard
 from ratchet.training.run_spec import build_run_spec
+from ratchet.tuning.group_worker import count_concurrent_trials
 from ratchet.tuning.pruners import LAST_RUNG
 from ratchet.tuning.search_space import SearchSpace, longest_epochs
 from ratchet.tuning.trial import compute_cost, read_run_summary
@@ -29,8 +30,11 @@ class SearchEstimate:
     first_pruning: float
     """Share of a training after which a trial can first be pruned; 1 if nothing is pruned."""
     tokens_per_s: float | None
-    """Answer tokens per second of the newest complete run with the same base; None if there is none."""
+    """Answer tokens per second of the newest complete run with the same base that was trained alone; None if there is
+    none."""
     workers: int
+    concurrent_trials: int = 1
+    """Trials that each worker trains together."""
     max_tokens: int | None = None
     """Limit of the sweep in answer tokens."""
 
@@ -55,11 +59,16 @@ class SearchEstimate:
         is_open = self.least_tokens < self.most_tokens
         text += f"{self.least_tokens:,} to {self.most_tokens:,}" if is_open else f"{self.most_tokens:,}"
         if self.tokens_per_s is None:
-            return f"{text}; no estimate of the time, because no run with this base is complete"
+            return f"{text}; no estimate of the time, because no run with this base that was trained alone is complete"
         times = [
             format_duration(tokens / self.tokens_per_s / self.workers)
             for tokens in dict.fromkeys((self.least_tokens, self.most_tokens))
         ]
+        if (count := self.concurrent_trials) > 1:
+            return (
+                f"{text}; {' to '.join(times)} for one trial at a time on each worker, at the speed of the last "
+                f"complete run; how much faster {count} at a time (sweep.concurrent_trials) are is not known"
+            )
         return f"{text}; at best {' to '.join(times)}, at the speed of the last complete run"
 
 
@@ -73,6 +82,7 @@ def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpac
         first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs, card.splits["train"]),
         tokens_per_s=_measure_speed(layout, settings),
         workers=workers,
+        concurrent_trials=count_concurrent_trials(settings),
         max_tokens=sweep.max_tokens,
     )
 
@@ -92,12 +102,16 @@ def _compute_first_pruning_share(settings: Settings, longest_rows: float, epoch_
 
 
 def _measure_speed(layout: ProjectLayout, settings: Settings) -> float | None:
-    """Return the answer tokens per second of the newest complete run with this project's base; None without one."""
+    """Return the answer tokens per second of the newest complete run with this project's base; None without one.
+
+    Runs that a group has trained do not count, because their steps contain the time of other runs.
+    """
     base_digest = build_run_spec(layout, settings).base_digest
     runs = [paths for paths in list_runs(layout.runs) if paths.is_finished()]
     for paths in sorted(runs, key=recency, reverse=True):
         with suppress(RatchetError):  # a damaged run of another training must not stop a sweep
-            if RunSpec.load(paths.spec).base_digest == base_digest:
+            spec = RunSpec.load(paths.spec)
+            if spec.base_digest == base_digest and not spec.is_grouped:
                 cost = compute_cost(paths, read_run_summary(paths))
                 if cost.train_seconds > 0 and cost.trained_tokens > 0:
                     return cost.trained_tokens / cost.train_seconds
