@@ -156,13 +156,15 @@ def train_together(layout: ProjectLayout, settings: Sequence[Train], folder: Pat
         return [run.paths for run in runs]
 
 
-def train_in_threads(runs: Sequence[RunInGroup], record: Path, shutdowns: Sequence[MemberShutdown] = ()) -> list[int]:
+def train_in_threads(
+    runs: Sequence[RunInGroup], record: Path, shutdowns: Sequence[MemberShutdown] = (), attempt: int = 1
+) -> list[int]:
     """Train these runs together in this process; return their exit codes."""
     together, codes = TrainingGroup(record), dict[int, int]()
 
     def work(number: int, run: RunInGroup) -> None:
         shutdown = shutdowns[number] if shutdowns else MemberShutdown()
-        codes[number] = run_member(run.paths, 1, shutdown, Heartbeat(None, 0, 0), together)
+        codes[number] = run_member(run.paths, attempt, shutdown, Heartbeat(None, 0, 0), together)
 
     threads = [threading.Thread(target=work, args=item) for item in enumerate(runs)]
     for thread in threads:

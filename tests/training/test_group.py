@@ -1,9 +1,11 @@
 """Training groups: real processes that train several runs together, are killed, and lose single runs."""
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from group_cases import RunInGroup, group, members, trains, until
 from ratchet.config.train import Train
 from ratchet.models.loss import SequenceBatch
 from ratchet.models.merged_pass import MergedModel, MergedPasses
-from ratchet.runs.journal import JournalReader
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Journal, JournalReader
 from ratchet.storage.layout import ProjectLayout
-from ratchet.training.group import MAX_MERGED_TOKENS, MemberShutdown
+from ratchet.training.group import MAX_MERGED_TOKENS, MemberShutdown, TrainingGroup
 from ratchet.training.train_step import StepExecutor
 
 TOLERANCE = 1e-4
@@ -172,6 +176,53 @@ def test_a_stop_during_a_validation_does_not_hold_up_the_others(
     with members(copy("project"), THREE[:2]) as runs:
         assert group_cases.train_in_threads(runs, tmp_path / "record.json", shutdowns) == [75, 0]
         assert runs[0].paths.checkpoint_steps()[-1] == 14
+
+
+class StopAfterSteps(MemberShutdown):
+    """A request to stop a run as soon as it has done this number of steps in all of its attempts."""
+
+    def __init__(self, run: RunInGroup, steps: int) -> None:
+        super().__init__()
+        self._run, self._steps = run, steps
+
+    @property
+    def is_requested(self) -> bool:
+        return kinds(self._run).count("step") >= self._steps
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_a_record_of_common_checkpoints_holds_until_another_process_trains_the_run(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    with members(copy("project"), THREE[:1]) as [run]:
+
+        def train_from_the_first_record(attempt: int) -> int:
+            """Return the step at which this attempt begins, with the record of a group that was killed in attempt 1
+            before its next common checkpoint."""
+            record.write_text(json.dumps({"runs": {run.paths.root.name: [0, 1]}, "limit": None}), encoding="utf-8")
+            stop = StopAfterSteps(run, 2 * attempt)
+            assert group_cases.train_in_threads([run], record, [stop], attempt) == [75]
+            ready = [event for event in JournalReader(run.paths.journal).read() if event.kind == "worker_ready"]
+            return int(ready[-1].data["start_step"])
+
+        assert train_from_the_first_record(1) == 0
+        assert run.paths.checkpoint_steps() == [2]
+        assert train_from_the_first_record(2) == 0
+        assert train_from_the_first_record(3) == 2
+        assert "another process has trained this run since" in str(group_cases.events_text(run.paths))
+
+
+def test_a_run_that_returns_twice_before_the_group_begins_keeps_its_common_checkpoint(tmp_path: Path) -> None:
+    record, paths = tmp_path / "record.json", RunPaths(tmp_path / "run")
+    record.write_text(json.dumps({"runs": {"run": [7, 1]}, "limit": None}), encoding="utf-8")
+    paths.root.mkdir()
+    together = TrainingGroup(record)
+    for attempt in (2, 3):
+        with closing(Journal(paths.journal, attempt)) as journal:
+            member = together.join(paths, journal, MemberShutdown(), Heartbeat(None, 0, 0), 0.0)
+            assert member.resume_step == 7
+            member.end()
 
 
 @pytest.mark.long

@@ -26,7 +26,9 @@ from ratchet.models import chunked_loss, merged_pass, oom
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, TeacherTargets
 from ratchet.models.merged_pass import MergedModel, MergedPasses, RandomStream, SharedBase
+from ratchet.runs.directory import RunPaths
 from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Journal, JournalReader
 from ratchet.runs.signals import GracefulShutdown
 from ratchet.storage import files
 
@@ -86,10 +88,9 @@ class GroupMember:
 
     group: "TrainingGroup"
     run_id: str
+    journal: Journal
     shutdown: MemberShutdown
     heartbeat: Heartbeat
-    notice: Callable[[str], None]
-    """Writes a text to the journal of the run."""
     restart_delay_s: float
     """Seconds after which its supervisor starts it again, when its process has died."""
     resume_step: int | None = None
@@ -108,6 +109,10 @@ class GroupMember:
     _saved_step: int | None = None
     _is_recorded: bool = False
     _micro_batch: _MicroBatch | None = None
+
+    def notice(self, text: str) -> None:
+        """Write a text to the journal of the run."""
+        self.journal.append("notice", text=text)
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers of the next step (dropout)."""
@@ -201,7 +206,7 @@ class TrainingGroup:
         """Begin a group, or resume it. `record` is the file that lists its common checkpoints."""
         self._record = record
         self._expected, self._limit = _read_record(record)
-        """Runs of the last common checkpoint that have not come back yet, with their steps; and the largest number of
+        """Step and attempt of each run in the last common checkpoint of an earlier process; and the largest number of
         micro-batches in a pass, after a pass ran out of memory."""
         self._began_s: float | None = None
         """Time at which the first run joined a group that has not begun yet."""
@@ -224,19 +229,21 @@ class TrainingGroup:
     # Members.
 
     def join(
-        self,
-        run_id: str,
-        shutdown: MemberShutdown,
-        heartbeat: Heartbeat,
-        notice: Callable[[str], None],
-        restart_delay_s: float,
+        self, paths: RunPaths, journal: Journal, shutdown: MemberShutdown, heartbeat: Heartbeat, restart_delay_s: float
     ) -> GroupMember:
         """Add a run, which takes part from its first `begin_round` on."""
         with self._changed:
             if self._began_s is None:
                 self._began_s = time.monotonic()
-            resume_step = None if self._has_begun else self._expected.pop(run_id, None)
-            member = GroupMember(self, run_id, shutdown, heartbeat, notice, restart_delay_s, resume_step)
+            member = GroupMember(self, paths.root.name, journal, shutdown, heartbeat, restart_delay_s)
+            if not self._has_begun and member.run_id in self._expected:
+                member.resume_step, attempt = self._expected[member.run_id]
+                if any(e.kind == "step" and e.attempt > attempt for e in JournalReader(paths.journal).read()):
+                    member.notice(
+                        f"another process has trained this run since the common checkpoint of step "
+                        f"{member.resume_step}; resuming from the newest checkpoint"
+                    )
+                    member.resume_step = None
             self._members.append(member)
             self._present.append(member)
             return member
@@ -348,11 +355,11 @@ class TrainingGroup:
 
     def _record_checkpoint(self, members: Sequence[GroupMember]) -> None:
         """Record a common checkpoint, unless a member could not save its own."""
-        steps = {member.run_id: member._saved_step for member in members if member._saved_step is not None}
-        is_recorded = len(steps) == len(members)
+        runs = {m.run_id: (m._saved_step, m.journal.attempt) for m in members if m._saved_step is not None}
+        is_recorded = len(runs) == len(members)
         if is_recorded:
             try:
-                files.write_atomic(self._record, json.dumps({"runs": steps, "limit": self._limit}, sort_keys=True))
+                files.write_atomic(self._record, json.dumps({"runs": runs, "limit": self._limit}, sort_keys=True))
             except OSError as error:
                 is_recorded = False
                 for member in members:
@@ -369,7 +376,7 @@ class TrainingGroup:
             return False
         wait_s = REJOIN_WAIT_S + max((member.restart_delay_s for member in self._members), default=0.0)
         has_waited = self._began_s is not None and time.monotonic() - self._began_s > wait_s
-        return not self._expected or has_waited
+        return has_waited or self._expected.keys() <= {member.run_id for member in self._members}
 
     def _find_complete_pass(self) -> list[GroupMember]:
         """Return the members whose micro-batches can be computed now, in the order of their runs; none while a member
@@ -523,10 +530,11 @@ def _put_gradients(gradients: _Gradients, is_sum: bool) -> None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
-def _read_record(path: Path) -> tuple[dict[str, int], int | None]:
+def _read_record(path: Path) -> tuple[dict[str, tuple[int, int]], int | None]:
     try:
         content: Any = json.loads(path.read_bytes())
         limit = content["limit"]
-        return {str(run_id): int(step) for run_id, step in content["runs"].items()}, limit and int(limit)
+        runs = {run_id: (int(step), int(attempt)) for run_id, (step, attempt) in content["runs"].items()}
+        return runs, limit and int(limit)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}, None  # there is no common checkpoint

@@ -269,6 +269,8 @@ class TrainingLoop:
     def _find_checkpoint(self) -> Path | None:
         """Return the newest valid checkpoint; in a group, that of the last common checkpoint, if it is valid."""
         context, step = self.context, None if self.context.group is None else self.context.group.resume_step
+        if step == 0:  # later checkpoints are not common ones
+            return None
         path = checkpoint.find_newest_valid(context.paths, context.spec, self._notice, step)
         if step is None or path == context.paths.checkpoint(step):
             return path

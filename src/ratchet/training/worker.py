@@ -92,13 +92,9 @@ def run_member(
 ) -> int:
     """Train a run as a member of a group, in the calling thread; return what would be the exit code of a worker."""
     journal = Journal(paths.journal, attempt)
-
-    def notice(text: str) -> None:
-        journal.append("notice", text=text)
-
     try:
         delay_s = TrainingLaunchSpec.load(paths.launch).machine.restart_delay_s
-        member = group.join(paths.root.name, shutdown, heartbeat, notice, delay_s)
+        member = group.join(paths, journal, shutdown, heartbeat, delay_s)
         try:
             _train(paths, journal, shutdown, heartbeat, member)
         finally:
