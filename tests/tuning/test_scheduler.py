@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+import journaled
 import tiny_project
 import tiny_sweep
 from ratchet.config.settings import Settings
-from ratchet.config.sweep import FinalistSettings, PrunerSettings, SamplerSettings, SweepParameter
-from ratchet.runs.directory import RunSpec
+from ratchet.config.sweep import FinalistSettings, ObjectiveSettings, PrunerSettings, SamplerSettings, SweepParameter
+from ratchet.errors import InterruptedRunError
+from ratchet.runs.device_lock import DeviceLock
+from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial
+from ratchet.storage.records.training import TrainReport
 from ratchet.tuning import final_round
 from ratchet.tuning.scheduler import TrialScheduler
 from ratchet.tuning.study_session import StudySession
@@ -92,6 +96,22 @@ def left(search: TrialScheduler, *losses: float) -> list[Trial]:
         assert given.trial.continues is None
         found.append(end(search, given, "pruned", [loss]))
     return found
+
+
+def test_answers_are_scored_only_while_no_group_trains(begin: Begin, copied: ProjectLayout, tmp_path: Path) -> None:
+    lock = DeviceLock(tmp_path)
+
+    def stop_waiting() -> None:
+        assert lock.has_queue()
+        raise InterruptedRunError("stopped on request")
+
+    search = begin(objectives=(ObjectiveSettings(metric="exact_match"),))
+    search.device_lock, search.check_stop = lock, stop_waiting
+    task = work(search)
+    paths = RunPaths(copied.runs / str(task.trial.run_id))
+    journaled.seal_result(paths)
+    with DeviceLock(tmp_path).hold_shared(), pytest.raises(InterruptedRunError, match="stopped on request"):
+        task.compute_objectives(TrainReport.load(paths.result / "train.json"), TrainingCost())
 
 
 # First trials, and their number

@@ -1,5 +1,5 @@
 """A readers-writer lock for the device of a sweep worker: the runs of its training group share it, and a run that is
-trained alone holds it exclusively.
+trained alone, or scored, holds it exclusively.
 
 A run that cannot be trained in the group (training/group.py), or must not be, needs the memory that the group uses. A
 run that waits for the exclusive lock is not overtaken by runs that would share it. The lock consists of two locks of

@@ -91,6 +91,7 @@ class TrialScheduler:
     """Function that is called while a process scores; it raises an exception after a request to stop."""
     is_grouped: bool = False
     """Whether new trials are trained in a group of trials, if that is possible."""
+    device_lock: DeviceLock = field(default_factory=lambda: DeviceLock(None))
     _last_choice: tuple[list[Trial], NewTrial | Continuation | None] | None = None
     """Last choice of a freeze-thaw search, with its history."""
 
@@ -351,7 +352,7 @@ class TrialScheduler:
         measured: dict[str, float] = {}
         if missing:
             job = ValidationJob(run_ids=(report.run_id,), metrics=tuple(missing), rows=sweep.generation_rows)
-            [scores] = score_runs(self.layout, settings, job, self.server, self.check_stop)
+            [scores] = score_runs(self.layout, settings, job, self.server, self.check_stop, self.device_lock)
             measured = {str(metric): value for metric, value in scores.metrics.items()}
         return tuple(measured[name] if value is None else value for name, value in reported.items())
 
@@ -461,8 +462,7 @@ class FinalRoundScheduler:
     def _compute_objectives(self, report: TrainReport, cost: TrainingCost) -> tuple[float, ...]:
         metric, _ = final_round.select_comparison_objective(self.settings.sweep)
         job = ValidationJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
-        with self.device_lock.hold(is_exclusive=True, check_stop=self.check_stop):
-            [scores] = score_runs(self.layout, self.settings, job, self.server, self.check_stop)
+        [scores] = score_runs(self.layout, self.settings, job, self.server, self.check_stop, self.device_lock)
         return (scores.metrics[metric],)
 
     def _score(self, job: ValidationJob, history: list[Trial]) -> None:
@@ -475,19 +475,19 @@ class FinalRoundScheduler:
             except LockHeldError:
                 self.check_stop()
         try:
-            with self.device_lock.hold(is_exclusive=True, check_stop=self.check_stop):
-                for run_id in job.run_ids:
-                    if not RunPaths(self.layout.runs / run_id).is_finished():  # only another machine has trained it
-                        trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
-                        settings = apply_values(self.settings, trial.values)
-                        run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
-                        try:  # the result is the same
-                            launch = build_launch(self.layout, settings)
+            for run_id in job.run_ids:
+                if not RunPaths(self.layout.runs / run_id).is_finished():  # only another machine has trained it
+                    trial = next(trial for trial in (*history, *self.seeds.trials()) if trial.run_id == run_id)
+                    settings = apply_values(self.settings, trial.values)
+                    run = RunDirectory.open(self.layout.runs, build_run_spec(self.layout, settings))
+                    try:  # the result is the same
+                        launch = build_launch(self.layout, settings)
+                        with self.device_lock.hold(is_exclusive=True, check_stop=self.check_stop):
                             supervise(run, launch, [], code_version(), server=self.server)
-                        finally:
-                            run.close()
-                for scores in score_runs(self.layout, self.settings, job, self.server, self.check_stop):
-                    self._scores[scores.run_id] = scores
+                    finally:
+                        run.close()
+            scores = score_runs(self.layout, self.settings, job, self.server, self.check_stop, self.device_lock)
+            self._scores |= {run_scores.run_id: run_scores for run_scores in scores}
         finally:
             lock.release()
 
@@ -496,10 +496,16 @@ class FinalRoundScheduler:
 
 
 def score_runs(
-    layout: ProjectLayout, settings: Settings, job: ValidationJob, server: ForkServer, check_stop: Callable[[], None]
+    layout: ProjectLayout,
+    settings: Settings,
+    job: ValidationJob,
+    server: ForkServer,
+    check_stop: Callable[[], None],
+    device_lock: DeviceLock,
 ) -> list[ValidationScores]:
     """Return the scores of the job's runs, in the order of the job; no process starts if all scores are cached.
 
+    The process needs memory that a training group uses, so it waits until the trainings of the group have ended.
     `check_stop` is called several times a second. If it raises, the scoring process is ended and leaves no incomplete
     file.
 
@@ -513,7 +519,8 @@ def score_runs(
     launch.require_measurable(DatasetCard.load(layout.dataset_card))
     results = _read_stored_scores(layout, launch)
     if None in results:
-        _run_scorer(layout, launch, server, check_stop)
+        with device_lock.hold(is_exclusive=True, check_stop=check_stop):
+            _run_scorer(layout, launch, server, check_stop)
         results = _read_stored_scores(layout, launch)
     if missing := [run_id for run_id, scores in zip(job.run_ids, results, strict=True) if scores is None]:
         raise RatchetError(f"run {missing[0]}: was scored, but its scores cannot be read; check the disk")

@@ -86,8 +86,9 @@ def run_sweep_worker(
     with ExitStack() as stack:
         session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
         search = TrialScheduler(
-            layout, settings, session.store, worker, server, check_stop, is_grouped=group is not None
-        )
+            layout, settings, session.store, worker, server, check_stop, is_grouped=group is not None,
+            device_lock=device_lock,
+        )  # fmt: skip
         run = partial(run_trial, layout=session.layout, worker=worker, stop=stop, take_server=take_server)
         _run_all_trials(search, session, run, stop)
         seeds = retry_storage(
