@@ -6,9 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ratchet.config.promote import Promote
 from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, TrackingError
+from ratchet.registry.promotion import PromotionIntent
+from ratchet.stages.promote import recover_interrupted
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.gate import Champion
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
@@ -93,6 +97,30 @@ def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Projec
     assert (tags["ratchet.forced"], tags["ratchet.version"]) == ("false", "1")
     assert registry.find_version(B) == 2
     assert registry.find_version(C) is None
+
+
+def test_a_promotion_of_a_renamed_model_is_completed_in_the_named_experiment(
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
+    old, new = (
+        MlflowModelRegistry.open(tracked_project, Settings(promote=Promote(model_name=name))) for name in ("old", "new")
+    )
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    run = client.create_run(client.create_experiment("team"), tags={"ratchet.run_id": "run-a"}).info.run_id
+    assert old.ensure_version(A, tracked_project.models, "run-a", {}) == 1
+    old.set_champion(1, expected=None)
+    champion = Champion(version=1, model_digest=A, adapter_digest="a" * 64, run_id="run-a")
+    PromotionIntent(
+        id="event", time="2026-01-01T00:00:00+00:00", action="promote", actor="ada", project="project",
+        model_name="old", champion=champion, alias=None, previous_version=None, decision="PROMOTE", reason=None,
+        is_anchor=False,
+    ).save(tracked_project.promotion_intent)  # fmt: skip
+    [note] = recover_interrupted(tracked_project, new)
+    assert "completed" in note
+    assert client.get_run(run).data.tags["ratchet.version"] == "1"
 
 
 def test_a_copied_project_writes_into_itself_and_not_into_the_one_it_was_copied_from(

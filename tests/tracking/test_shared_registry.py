@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import threading
@@ -273,6 +274,25 @@ def test_a_ledger_of_another_project_is_refused(team: Team, server: str) -> None
         promote(team.project("bob"))
     assert "does not follow this ledger" in team.history("bob")
     assert team.files("bob") == before
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "deleted"])
+def test_a_version_that_is_not_on_the_server_gets_the_remedy_that_helps(
+    team: Team, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    from mlflow import MlflowClient
+
+    with monkeypatch.context() as changed:
+        if is_own:
+            changed.delenv("MLFLOW_TRACKING_URI")
+        promote_fake(team, "ada", "a")
+    remedy = f"keep that one: MLFLOW_REGISTRY_URI=sqlite:///{team.layouts['ada'].mlflow_database}"
+    if not is_own:
+        MlflowClient(server, server).delete_model_version(team.settings.promote.model_name, "1")
+        remedy = "It was promoted there, and its version was deleted since: promote it again"
+    with pytest.raises(ChampionError, match=re.escape(remedy)):
+        deploy(team.project("ada"), tmp_path / "srv", DeployOptions(smoke_test=False))
+    assert f"{remedy}. To start without a champion: echo {{}} > " in team.history("ada")
 
 
 # --- deployment -------------------------------------------------------------------------------------------------------

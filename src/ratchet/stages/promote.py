@@ -287,9 +287,7 @@ def _open_registry(intent: PromotionIntent, registry: MlflowModelRegistry) -> Ml
             f"interrupted; it used {used}, but registered models are now in {now}. Use the former (docs/promotion.md), "
             "and repeat the command"
         )
-    if intent.model_name == registry.model_name:
-        return registry
-    return MlflowModelRegistry(registry.layout, intent.model_name, registry.server)
+    return registry if intent.model_name == registry.model_name else registry.open_model(intent.model_name)
 
 
 def _plan_recovery(layout: ProjectLayout, registry: MlflowModelRegistry) -> PromotionResult | None:
@@ -394,13 +392,10 @@ def check_alias(
     if champion is not None:
         registered = registry.version(champion.version)
         if registered is None or registered.model_digest != champion.model_digest:
-            advice = "Git does not track mlruns/: copy it from the machine where that version was promoted"
-            if registry.server is not None:
-                own = f"MLFLOW_REGISTRY_URI=sqlite:///{layout.mlflow_database}"
-                advice = f"If it was promoted in the project's own registry, keep that one: {own}"
             raise ChampionError(
                 f"{layout.champion} names {version_label(champion)}, which is not in the registry {registry.where}. "
-                f"{advice}. If it is lost, start without a champion: echo {{}} > {layout.champion}; dvc repro"
+                f"{registry.explain_missing(champion.model_digest)}. To start without a champion: "
+                f"echo {{}} > {layout.champion}; dvc repro"
             )
     number = champion.version if champion else None
     if number == alias or (target is not None and target in (number, alias)):

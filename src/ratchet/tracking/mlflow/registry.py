@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.mlflow_environment import resolve_addresses
+from ratchet.config.mlflow_environment import EXPERIMENT, REGISTRY, resolve_addresses
 from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError
 from ratchet.registry.model_store import KIND
@@ -62,7 +62,7 @@ class MlflowModelRegistry:
         self.layout = layout
         self.model_name = model_name
         self.server = server
-        self._experiment = experiment or model_name
+        self._named_experiment = experiment
         self._store = MlflowStore(layout, server)
         self.shared = None if server is None else SharedLedger(self._store, model_name)
         """The ledger on the server; None in the project's own store, whose ledger is in the project."""
@@ -73,7 +73,17 @@ class MlflowModelRegistry:
     def open(cls, layout: ProjectLayout, settings: Settings) -> "MlflowModelRegistry":
         """Open the registry that the settings and the environment name. Raises SettingsError for the environment."""
         addresses = resolve_addresses(settings, layout.mlflow_database)
-        return cls(layout, settings.promote.model_name, addresses.registry, addresses.experiment)
+        named = addresses.experiment if addresses.experiment_source == EXPERIMENT else None
+        return cls(layout, settings.promote.model_name, addresses.registry, named)
+
+    def open_model(self, model_name: str) -> "MlflowModelRegistry":
+        """Open another registered model of the same store or server."""
+        return MlflowModelRegistry(self.layout, model_name, self.server, self._named_experiment)
+
+    @property
+    def _experiment(self) -> str:
+        """Name of the experiment with the project's runs."""
+        return self._named_experiment or self.model_name
 
     @property
     def where(self) -> str:
@@ -146,9 +156,21 @@ class MlflowModelRegistry:
         with self._store.connected() as client:
             version = next((v for v in self._versions(client) if v.model_digest == model_digest), None)
             if version is None:
-                raise ChampionError(f"model {model_digest[:12]} of {self.model_name} is not registered on {self.where}")
+                raise ChampionError(
+                    f"model {model_digest[:12]} of {self.model_name} is not registered on {self.where}. "
+                    f"{self.explain_missing(model_digest)}"
+                )
             folder = self.layout.promoted_model(model_digest)
             model_files.fetch_model(client, self.where, version.source.rpartition("/")[2], folder, KIND)
+
+    def explain_missing(self, model_digest: str) -> str:
+        """Explain, as a sentence without its full stop, why a promoted model is not registered here, and what to do."""
+        if self.shared is None:
+            return "Git does not track mlruns/: copy it from the machine where that version was promoted"
+        if any(entry.model_digest == model_digest for entry in self.shared.read()):
+            return "It was promoted there, and its version was deleted since: promote it again"
+        own = f"{REGISTRY}=sqlite:///{self.layout.mlflow_database}"
+        return f"If it was promoted in the project's own registry, keep that one: {own}"
 
     def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
         """Link the adapter's logged model to the version, if runs are logged to this store."""
