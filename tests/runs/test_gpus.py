@@ -103,4 +103,4 @@ def test_gpus_are_counted_without_the_driver(
         (tmp_path / name).touch()
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_visible_gpus(tmp_path) == count
+    assert gpus.count_visible_gpus(tmp_path) == len(gpus.list_visible_gpus(tmp_path)) == count

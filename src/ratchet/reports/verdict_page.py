@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ratchet.reports.pages import MINUS, OUTCOME_WORDS, format_metric, format_p_
 from ratchet.reports.sample_browser import Documents
 from ratchet.storage import files
 from ratchet.storage.html import NONE, format_count
+from ratchet.storage.records.base import flatten
 from ratchet.storage.records.evaluation import (
     SAFETY_PREFIX,
     EvaluatedRow,
@@ -116,7 +117,10 @@ def write(
         noise=_summarize_noise(evidence),
         lineage=_describe_lineage(verdict, evidence),
         scores={role: report.scores[role] for role in ROLES if role in report.scores},
-        contracts=[(name, dict(_flatten_contract(report.contracts[name]))) for name in sorted(report.contracts)],
+        contracts=[
+            (name, {term: _format_term(value) for term, value in sorted(flatten(contract).items())})
+            for name, contract in sorted(report.contracts.items())
+        ],
     )
     files.write_atomic(target, page)
 
@@ -321,15 +325,10 @@ def _describe_lineage(verdict: Verdict, evidence: GateEvidence) -> dict[str, obj
     return facts
 
 
-def _flatten_contract(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and values of a contract, sorted."""
-    for name, value in sorted(document.items()):
-        if isinstance(value, Mapping) and value:
-            yield from _flatten_contract(value, f"{prefix}{name}.")
-        else:
-            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            is_long = len(text) > VALUE_SHOWN
-            yield f"{prefix}{name}", f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if is_long else text or NONE
+def _format_term(value: object) -> str:
+    """Format a value of a contract, shortened if it is long."""
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
 
 
 # The comparisons as a forest plot, one axis per unit, and the same values as a table.

@@ -19,6 +19,8 @@ from typing import TypeVar
 
 QUERY = (sys.executable, "-m", "ratchet.runs.gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICES = Path("/dev")
+"""Folder of the device files."""
 QUERY_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 1.0
 """Longest wait for the end of a query that was killed."""
@@ -130,11 +132,20 @@ def _read_gpu(index: int) -> GpuReading:
     )
 
 
-def count_visible_gpus(devices: Path = Path("/dev")) -> int:
-    """Count the NVIDIA GPUs that CUDA would show, from the device files, without a call of the driver."""
-    present = sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+def list_visible_gpus(devices: Path = DEVICES) -> tuple[str, ...]:
+    """List the NVIDIA GPUs that CUDA would show, as in CUDA_VISIBLE_DEVICES, or from the device files without it. The
+    driver is not called."""
     visible = os.environ.get(VISIBLE)
-    return present if visible is None or not present else len(_split_names(visible))
+    return tuple(map(str, range(_count_gpus(devices))) if visible is None else _split_names(visible))
+
+
+def count_visible_gpus(devices: Path = DEVICES) -> int:
+    """Count the NVIDIA GPUs that CUDA would show; 0 without a device file. The driver is not called."""
+    return len(list_visible_gpus(devices)) if _count_gpus(devices) else 0
+
+
+def _count_gpus(devices: Path) -> int:
+    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
 
 
 def _split_names(visible: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Protocol
 from ratchet.config.machine import Machine
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
 from ratchet.runs.fork_server import ForkServer, Program
+from ratchet.runs.gpus import list_visible_gpus
 
 WORKER_MODULE = "ratchet.tuning.sweep_worker"
 
@@ -42,14 +43,6 @@ def divide_threads(machine: Machine, workers: int) -> Machine:
     if workers == 1 or machine.threads:
         return machine
     return machine.model_copy(update={"threads": max(1, len(os.sched_getaffinity(0)) // workers)})
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without loading CUDA."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return tuple(name for name in named.split(",") if name)
-    folder = Path("/proc/driver/nvidia/gpus")
-    return tuple(str(number) for number in range(len(list(folder.iterdir())))) if folder.is_dir() else ()
 
 
 class SweepWorkerProcess(Protocol):
@@ -101,7 +94,7 @@ class LocalWorkerLauncher:
             group: number of the worker whose group trains their trials, and socket of the group; None: no group.
         """
         self._arguments, self._group = arguments, group
-        self._gpus, self._server = visible_gpus(), ForkServer()
+        self._gpus, self._server = list_visible_gpus(), ForkServer()
 
     def start(self, number: int, log: Path) -> SweepWorkerProcess:
         """Start a worker."""
