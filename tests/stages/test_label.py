@@ -238,6 +238,18 @@ def test_the_page_on_a_phone_with_hostile_answers(project: ProjectLayout, chrome
 # ---------------------------------------------------------------------------------------------------- sides and results
 
 
+@pytest.mark.parametrize("code", [0x200B, 0xAD, 0xFEFF, 0x2060, 0x200D, 0xE0041])
+def test_invisible_characters_are_shown(project: ProjectLayout, code: int) -> None:
+    visible = "\u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f4bb"  # joiners that Persian and emoji need
+    for name, answer in (("a", f"ready{chr(code)}{visible}"), ("b", f"ready{visible}")):
+        row = json.dumps({"prompt": "Ready?", "answer": answer})
+        (project.root / f"{name}.jsonl").write_text(row + "\n", encoding="utf-8")
+    with served(project) as server:
+        answers = post(server, "/next", {"rater": "ann"})[1]["answers"]
+    shown = f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+    assert sorted(answers) == sorted([f"ready{shown}{visible}", f"ready{visible}"])
+
+
 def judge_all(layout: ProjectLayout, sides: tuple[str, str], prefer: str) -> None:
     """Judge every sample; the answers that contain `prefer` win."""
     session = LabelSession(open_task(Project(layout.root), sides), layout.judgements, seed=0)
