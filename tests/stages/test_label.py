@@ -314,6 +314,15 @@ def test_a_port_in_use_is_refused(project: ProjectLayout) -> None:
         label(Project(project.root), names(project), port=server.server_port)
 
 
+@pytest.mark.parametrize("mode", [["--results"], ["--pairs", "out.jsonl"]], ids=" ".join)
+@pytest.mark.parametrize("option", ["--rater ann", "--host 0.0.0.0", "--port 0"])
+def test_options_of_the_page_are_refused_without_the_page(
+    project: ProjectLayout, mode: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--project", str(project.root), "label", "a", "b", *mode, *option.split()]) == EXIT_INPUT
+    assert f"{option}: {mode[0]} shows no page; leave out one of the two" in capsys.readouterr().err
+
+
 def test_a_short_token_is_refused(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     write_answers(project, 2)
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")

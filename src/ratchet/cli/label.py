@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ratchet.storage.records.evaluation import MetricValue
     from ratchet.storage.records.label import LabelReport, PairsReport
 
+HOST, PORT = "127.0.0.1", 8770
 HELP = "judge in the browser which of two models answers better, without their names"
 
 
@@ -26,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rater", metavar="NAME", help="name of the rater (default: the page asks)")
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="address to listen on; any but loopback needs the token in the printed address (default: 127.0.0.1)",
+        "--host", metavar="ADDRESS",
+        help=f"address to listen on; any but loopback needs the token in the printed address (default: {HOST})",
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=8770, help="port of the page (default: 8770)")
+    parser.add_argument("--port", type=int, help=f"port of the page (default: {PORT})")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="the file of prompts, if the directory of a generation no longer exists",
@@ -40,15 +41,20 @@ def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.label import label, label_pairs, label_results
 
     project, names = Project(arguments.project), (arguments.a, arguments.b)
-    if not 0 <= arguments.port < 65536:
-        raise SettingsError(f"--port: found {arguments.port}; expected a number from 0 to 65535")
+    if mode := "--results" if arguments.results else "--pairs" if arguments.pairs is not None else None:
+        for name in ("rater", "host", "port"):
+            if (value := getattr(arguments, name)) is not None:
+                raise SettingsError(f"--{name} {value}: {mode} shows no page; leave out one of the two")
+    host, port = arguments.host or HOST, PORT if arguments.port is None else arguments.port
+    if not 0 <= port < 65536:
+        raise SettingsError(f"--port: found {port}; expected a number from 0 to 65535")
     if arguments.pairs is not None:
         print_record(label_pairs(project, names, arguments.pairs, arguments.prompts), format_pairs, arguments)
     elif arguments.results:
         print_record(label_results(project, names, arguments.prompts), format_report, arguments)
     else:
         report = label(
-            project, names, prompts=arguments.prompts, host=arguments.host, port=arguments.port, rater=arguments.rater,
+            project, names, prompts=arguments.prompts, host=host, port=port, rater=arguments.rater,
             on_progress=progress_printer(arguments),
         )  # fmt: skip
         print_record(report, format_report, arguments)
