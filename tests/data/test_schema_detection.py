@@ -571,6 +571,16 @@ def test_labels_that_are_none() -> None:
         assert ("without `label` (it would label answers with true and false, or 1 and 0)" in description) is is_named
 
 
+@pytest.mark.parametrize("is_pair", [True, False], ids=["pairs", "labels"])
+def test_a_row_of_the_other_form_of_preference_is_named(is_pair: bool) -> None:
+    pair, label = PAIRS["texts"], LABELLED["texts (TRL)"][0]
+    first, other = (pair, label) if is_pair else (label, pair)
+    *_, fault = convert(first, first, other, reads_labels=True)[1]
+    assert isinstance(fault, MalformedRecord) and fault.where == "a.jsonl:3"
+    names = ("a label", "a rejected answer") if is_pair else ("a rejected answer", "a label")
+    assert fault.detail.startswith("it has {}, but the first rows of this source have {}; prepare".format(*names))
+
+
 @pytest.mark.parametrize(
     ("scores", "says"),
     [([1, 1, 1], "have the score 1"), ([1, 2], "are not lists of the same length"), ([1, "a", 2], "is not a number")],

@@ -99,9 +99,20 @@ class RecordReader:
             try:
                 yield SourceRow(where + path, self._conversation(part), source, fields)
             except UnusableRecordError as error:
-                yield MalformedRecord(where + path, str(error), source)
+                yield MalformedRecord(where + path, self._describe_problem(part, error), source)
             except RecursionError:
                 yield MalformedRecord(where + path, "values are nested too deep", source)
+
+    def _describe_problem(self, fields: Fields, error: UnusableRecordError) -> str:
+        """Return the reason; it names the form of a record that states a preference in another form than the first."""
+        names = {str(name).strip().casefold() for name in fields}
+        if self._rejected is not None and LABEL_COLUMN in names and "rejected" not in names:
+            found, expected = "a label", "a rejected answer"
+        elif self._label and "rejected" in names:
+            found, expected = "a rejected answer", "a label"
+        else:
+            return str(error)
+        return f"it has {found}, but the first rows of this source have {expected}; prepare one form only ({error})"
 
     def _conversation(self, fields: Fields) -> Conversation:
         messages = self._messages(fields)
