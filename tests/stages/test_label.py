@@ -388,7 +388,7 @@ def test_sides_that_are_refused(project: ProjectLayout) -> None:
     write_answers(project, 5, equal=5)
     a, b = names(project)
     Path(b).write_text(Path(a).read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert "give equal answers to all 5 prompts" in refuse(DataError, a, b)
+    assert "give equal answers to every prompt (5)" in refuse(DataError, a, b)
     assert "no such file" in refuse(DataError, a, "missing.jsonl")
     assert "have no prompt in common" in refuse(DataError, a, "base")
     Path(b).write_text('{"prompt": "Question 0?"}\n', encoding="utf-8")

@@ -62,15 +62,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_report(report: "LabelReport") -> str:
     """Format the figures as tables."""
+    from ratchet.storage.html import format_count
+
     first, second = (side.name for side in report.sides)
-    head = f"{first} against {second}: {report.judged:,} of {report.samples:,} prompts judged"
+    head = f"{first} against {second}: {report.judged:,} of {format_count(report.samples, 'prompt')} judged"
     notes = [
-        (report.identical_answers, "prompts with equal answers, which are not judged"),
-        (report.skipped, "judgements skipped"),
-        (report.outdated, "judgements about earlier answers of these models, which do not count"),
-        (report.damaged_lines, "damaged lines in the file of judgements"),
+        (report.identical_answers, "prompt", " with equal answers, not judged"),
+        (report.skipped, "skipped judgement", ""),
+        (report.outdated, "judgement", " about earlier answers of these models, not counted"),
+        (report.damaged_lines, "damaged line", " in the file of judgements"),
     ]
-    lines = [head, *(f"  {count:,} {text}" for count, text in notes if count)]
+    lines = [head, *(f"  {format_count(count, noun)}{rest}" for count, noun, rest in notes if count)]
     if not report.judgements:
         return "\n".join(lines)
     rows = [
@@ -104,13 +106,13 @@ def _format_row(title: str, metric: "MetricValue | None") -> list[str]:
 
 def format_pairs(report: "PairsReport") -> str:
     """Format how many pairs were written, and how many samples were left out."""
-    left_out = [
-        (report.ties, "ties"),
-        (report.disagreements, "with different judgements"),
-        (report.empty, "with an empty answer"),
-    ]
-    lines = [f"{report.pairs:,} pairs: {report.output}"]
-    lines += [f"  left out: {count:,} {text}" for count, text in left_out if count]
+    from ratchet.storage.html import format_count
+
+    left_out = {
+        "tie": report.ties, "sample with different judgements": report.disagreements, "empty answer": report.empty,
+    }  # fmt: skip
+    lines = [f"{format_count(report.pairs, 'pair')}: {report.output}"]
+    lines += [f"  left out: {format_count(count, noun)}" for noun, count in left_out.items() if count]
     if report.are_test_rows:
         lines.append(
             "  these are test rows, so `prepare` assigns them to the test split again; for training, judge outputs of "

@@ -90,7 +90,7 @@ def test_right_answers_are_chosen_and_prompts_without_a_difference_counted(
     assert {one.name: one.dropped for one in card.filters if one.dropped} == {"not_selected": 12}
     printed = capsys.readouterr().out
     assert "2 pairs of 16 answers, for 2 of 4 prompts" in printed
-    assert "no pair for 1 prompts: equal scores" in printed
+    assert "no pair for 1 prompt: equal scores" in printed
     row = json.loads(target.read_bytes().splitlines()[0])
     assert row["prompt"] == [{"role": "user", "content": "what is 0 + 0"}]
     origin = row["provenance"]
