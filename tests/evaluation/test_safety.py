@@ -14,7 +14,7 @@ from ratchet.config import params_file
 from ratchet.config.evaluate import Evaluate, SafetySettings
 from ratchet.config.settings import Settings
 from ratchet.data.conversation import IGNORE_INDEX
-from ratchet.errors import SettingsError
+from ratchet.errors import DataError, SettingsError
 from ratchet.evaluation import safety
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject
 from ratchet.evaluation.judge import JudgeSession
@@ -123,6 +123,12 @@ def test_bad_files_are_refused(layout: ProjectLayout, setting: str, text: str | 
         (layout.tasks / "x.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError, match=said):
         read(layout, **{setting: "x.jsonl"})
+
+
+@pytest.mark.parametrize("name", ["../raw/rows.jsonl", "/etc/hostname"])
+def test_a_file_that_dvc_does_not_watch_is_refused(layout: ProjectLayout, name: str) -> None:
+    with pytest.raises(DataError, match=r"evaluate\.safety\.prompts: .* is not below data/tasks, so DVC would"):
+        read(layout, prompts=name)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def read_suite(layout: ProjectLayout, settings: Settings, card: DatasetCard) -> 
     """Read the inputs of the tests in the settings, and the canaries of the data.
 
     Raises:
+        DataError: a file is not below data/tasks.
         SettingsError: a file is missing, empty or not as expected.
     """
     safety = settings.evaluate.safety
