@@ -210,5 +210,7 @@ def write_page(paths: RunPaths) -> None:
     analysis = AdapterAnalysis.load(paths.result / "analysis.json")
     forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
     measured = status.read_progress(paths).memory.peaks
-    loss = plots.build_loss_figure(paths.journal)
-    files.write_atomic(paths.page, write_train_page(report, analysis, forecast, measured, loss))
+    train = RunSpec.load(paths.spec).train
+    loss = plots.build_loss_figure(paths.journal, train)
+    page = write_train_page(report, analysis, forecast, measured, loss, train.loss_description)
+    files.write_atomic(paths.page, page)
