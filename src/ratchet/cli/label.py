@@ -10,7 +10,7 @@ from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.storage.records.evaluation import MetricValue
-    from ratchet.storage.records.label import LabelReport, PairsReport
+    from ratchet.storage.records.label import LabelPairsReport, LabelReport
 
 HOST, PORT = "127.0.0.1", 8770
 HELP = "judge in the browser which of two models answers better, without their names"
@@ -104,7 +104,7 @@ def _format_row(title: str, metric: "MetricValue | None") -> list[str]:
     return [title, f"{metric.value:.3f}", f"{metric.low:.3f} to {metric.high:.3f}", f"{metric.n:,}"]
 
 
-def format_pairs(report: "PairsReport") -> str:
+def format_pairs(report: "LabelPairsReport") -> str:
     """Format how many pairs were written, and how many samples were left out."""
     from ratchet.storage.html import format_count
 

@@ -25,7 +25,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import read_card
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import EvaluationReport, ModelRole, judge_file
-from ratchet.storage.records.label import LabelReport, LabelSideReport, PairsReport
+from ratchet.storage.records.label import LabelPairsReport, LabelReport, LabelSideReport
 
 TOKEN_VARIABLE = "RATCHET_LABEL_TOKEN"  # noqa: S105 (the name of a variable)
 """Environment variable with the token of the page; without it, each start draws another one."""
@@ -116,7 +116,9 @@ def summarize(project: Project, task: LabelTask) -> LabelReport:
     return compute_report(task, read_judgements(project.layout.judgements), project.settings.evaluate.seed)
 
 
-def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts: Path | None = None) -> PairsReport:
+def label_pairs(
+    project: Project, names: tuple[str, str], output: Path, prompts: Path | None = None
+) -> LabelPairsReport:
     """Write preference pairs that `prepare.task: preferences` reads.
 
     Raises:
@@ -138,7 +140,7 @@ def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts:
             f"with `ratchet label {names[0]} {names[1]}`"
         )
     base.write_lines(output, rows)
-    return PairsReport(
+    return LabelPairsReport(
         output=str(output), pairs=len(rows), ties=ties, disagreements=disagreements, empty=empty,
         are_test_rows=task.are_test_rows,
     )  # fmt: skip
