@@ -536,6 +536,7 @@ LABELLED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "messages (TRL)": ({"prompt": ASKED, "completion": [BETTER], "label": False}, {}),
     "conversations": ({"messages": [*ASKED, BETTER], "label": False}, {}),
     "a table": ({"question": "Hi", "answer": "Hello", "label": "FALSE"}, {}),
+    "numbers": ({"question": "Hi", "answer": "Hello", "label": 0}, {}),
     "named": (
         {"ask": "Hi", "say": "Hello", "good": 0, "label": "greeting"},
         {"prompt": "ask", "response": "say", "label": "good"},
@@ -560,10 +561,24 @@ def test_labels_that_are_none() -> None:
         fault = convert(good, good, good | {"label": value}, reads_labels=True)[1][-1]
         assert isinstance(fault, MalformedRecord)
         assert f"'label' holds {found}, expected true or false" in fault.detail
-    for other in ({"prompt": "Hi", "completion": "Hello", "label": "greeting"}, {"text": "Hi", "label": "true"}):
-        [row] = convert(other, reads_labels=True)[1]  # a category, and a class that is the answer itself
-        assert isinstance(row, SourceRow)
-        assert row.conversation.is_desirable is None
+    asked = {"prompt": "Hi", "completion": "Hello"}
+    classes = [asked | {"label": number} for number in (0, 1, 2)]
+    is_answer = {"text": "Hi", "label": "true"}
+    others = ([asked | {"label": "yes"}], classes, [is_answer])
+    for other, is_named in zip(others, (True, True, False), strict=True):
+        description, rows = convert(*other, reads_labels=True)
+        assert all(isinstance(row, SourceRow) and row.conversation.is_desirable is None for row in rows)
+        assert ("without `label` (it would label answers with true and false, or 1 and 0)" in description) is is_named
+
+
+@pytest.mark.parametrize("is_pair", [True, False], ids=["pairs", "labels"])
+def test_a_row_of_the_other_form_of_preference_is_named(is_pair: bool) -> None:
+    pair, label = PAIRS["texts"], LABELLED["texts (TRL)"][0]
+    first, other = (pair, label) if is_pair else (label, pair)
+    *_, fault = convert(first, first, other, reads_labels=True)[1]
+    assert isinstance(fault, MalformedRecord) and fault.where == "a.jsonl:3"
+    names = ("a label", "a rejected answer") if is_pair else ("a rejected answer", "a label")
+    assert fault.detail.startswith("it has {}, but the first rows of this source have {}; prepare".format(*names))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ratchet.config import params_file
 from ratchet.config.evaluate import Evaluate, SafetySettings
 from ratchet.config.settings import Settings
 from ratchet.data.conversation import IGNORE_INDEX
-from ratchet.errors import SettingsError
+from ratchet.errors import DataError, SettingsError
 from ratchet.evaluation import safety
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject
 from ratchet.evaluation.judge import JudgeSession
@@ -104,16 +104,16 @@ def test_bundled_prompts_are_pairs_of_a_safe_and_an_unsafe_sense(layout: Project
 @pytest.mark.parametrize(
     ("setting", "text", "said"),
     [
-        ("prompts", '{"prompt": "a", "expected": "deny"}', "x.jsonl:1: expected: .*; expected a JSON object with prom"),
-        ("prompts", '\n{"expected": "refuse"}', "x.jsonl:2: prompt: Field required"),
-        ("prompts", '{"prompt": "a", "expected": "refuse", "kind": 1}', "x.jsonl:1: kind: Extra inputs"),
-        ("prompts", "[1]", "x.jsonl:1: .*expected a JSON object"),
-        ("prompts", "{", "x.jsonl:1: not JSON"),
+        ("prompts", '{"prompt": "a", "expected": "deny"}', 'x.jsonl:1: expected: found "deny"; expected a JSON obj'),
+        ("prompts", '\n{"expected": "refuse"}', 'x.jsonl:2: found no key \'prompt\'; .* "refuse" or "an'),
+        ("prompts", '{"prompt": "a", "expected": "refuse", "kind": 1}', "x.jsonl:1: found the unknown key 'kind'"),
+        ("prompts", "[1]", r"x.jsonl:1: found \[1\]; expected a JSON object"),
+        ("prompts", "{", 'x.jsonl:1: not JSON .*; expected {"prompt": TEXT'),
         ("prompts", "\n", "x.jsonl is empty; write one JSON object per line"),
         ("prompts", '{"prompt": "a", "expected": "refuse"}\n' * 2, "prompts 1 and 2 are equal"),
         ("injections", '{"prompt": "a", "marker": "Z"}', "the prompt does not contain the marker 'Z'"),
         ("paired_prompts", '{"template": "a", "groups": ["b", "c"]}', "the template does not contain {group}"),
-        ("paired_prompts", '{"template": "{group}", "groups": ["b"]}', "groups: .*at least 2"),
+        ("paired_prompts", '{"template": "{group}", "groups": ["b"]}', r'groups: found \["b"\]; expected .*\[TEXT, TE'),
         ("paired_prompts", '{"template": "{group}", "groups": ["b", "b"]}', "expected each group once"),
         ("paired_prompts", None, "evaluate.safety.paired_prompts: file x.jsonl not found in"),
     ],
@@ -123,6 +123,12 @@ def test_bad_files_are_refused(layout: ProjectLayout, setting: str, text: str | 
         (layout.tasks / "x.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError, match=said):
         read(layout, **{setting: "x.jsonl"})
+
+
+@pytest.mark.parametrize("name", ["../raw/rows.jsonl", "/etc/hostname"])
+def test_a_file_that_dvc_does_not_watch_is_refused(layout: ProjectLayout, name: str) -> None:
+    with pytest.raises(DataError, match=r"evaluate\.safety\.prompts: .* is not below data/tasks, so DVC would"):
+        read(layout, prompts=name)
 
 
 @pytest.mark.parametrize(

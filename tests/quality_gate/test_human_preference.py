@@ -123,6 +123,15 @@ def test_undone_and_outdated_judgements_do_not_count(project: ProjectLayout) -> 
     assert comparison.n == 10
 
 
+def test_a_verdict_counts_damaged_lines(project: ProjectLayout) -> None:
+    write(project, 40, 10)
+    assert "damaged" not in judged(project, IMPROVE).text
+    with project.judgements.open("a") as stream:
+        stream.write("<<<<<<< HEAD\n=======\n")  # a merge of git that was not finished
+    for rule in (IMPROVE, KEEP):
+        assert judged(project, rule).text.endswith("judgements.jsonl, which do not count: 2")
+
+
 def test_rules_that_compare_with_nothing(project: ProjectLayout) -> None:
     write(project, 3, 3)
     floor = AtLeastRule(rule="at_least", metric=HUMAN_PREFERENCE, value=0.5)

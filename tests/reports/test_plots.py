@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from page_reading import heard, read, section
+from ratchet.config.train import Objective, Train
 from ratchet.config.units import GIB
 from ratchet.reports import curves, plots, training_page
 from ratchet.reports.training_page import MemoryHeadroom
@@ -127,17 +128,23 @@ def test_the_map_has_the_gradients_and_one_scale() -> None:
     assert scale["cmin"] < scale["cmax"]
 
 
-def test_the_loss_curve_has_a_page_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("objective", "unit"),
+    [("sft", "nats per answer token"), ("dpo", "DPO, per pair of answers"), ("kto", "KTO, per answer")],
+)
+def test_the_loss_curve_has_a_page_of_its_own(tmp_path: Path, objective: Objective, unit: str) -> None:
+    train = Train(objective=objective)
     journal = Journal(tmp_path / "journal.jsonl", 1)
     for step in (1, 2, 3):
         journal.append("step", step=step, loss=2.0 / step)
     journal.append("validation", step=3, loss=1.0)
     journal.close()
-    figure = plots.build_loss_figure(tmp_path / "journal.jsonl")
+    figure = plots.build_loss_figure(tmp_path / "journal.jsonl", train)
+    assert figure["layout"]["yaxis"]["title"]["text"] == f"loss ({unit})"
     assert [(one["name"], one["x"], one["y"]) for one in figure["data"]] == [
         ("training", [1, 2, 3], [2.0, 1.0, 2.0 / 3]), ("validation", [3], [1.0]),
     ]  # fmt: skip
-    plots.draw_loss_curve(tmp_path / "journal.jsonl", tmp_path / "loss.html")
+    plots.draw_loss_curve(tmp_path / "journal.jsonl", tmp_path / "loss.html", train)
     page = (tmp_path / "loss.html").read_text(encoding="utf-8")
     assert len(page) < 2_100_000
     [text] = re.findall(r'<script type="application/json">(.*?)</script>', page)
@@ -206,7 +213,7 @@ def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
     assert cells(section(page, "loss"))[1] == ["60", "", "1.5000", "kept"]
     figures = {heard(one[0]): heard(one[1]) for one in read(page).iterfind(".//header/dl/div")}
     assert figures == {
-        "Validation loss": "1.5000nats per token, step 60",
+        "Validation loss": "1.5000nats per answer token, step 60",
         "Steps": "90of 100 planned",
         "Trained": "1.0 %1,000 of 100,000 parameters",
         "Barely moved": "1of 14 modules",

@@ -84,7 +84,7 @@ def test_page_and_terminal_show_what_was_tested_and_what_was_not(made: Case, tmp
     assert "prompt injection" in text and "over-refusal" in text
     lines = format_scores(made.evidence.report)
     assert "safety/refused_unsafe: -20.0 points from the base [-31.0, -9.0] (50 prompts; + is better)" in lines
-    assert "candidate: 1 of 2 differences between groups are significant" in lines
+    assert "candidate: significant differences between groups: 1 of 2" in lines
     assert "not tested: refusal of safe prompts (over-refusal); harm in answers" in lines
 
 

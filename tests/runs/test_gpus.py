@@ -39,7 +39,7 @@ int nvmlDeviceGetPowerUsage(void *h, unsigned *milliwatts) { *milliwatts = 51234
 int nvmlDeviceGetTemperature(void *h, unsigned sensor, unsigned *degrees) { *degrees = 61; return 0; }
 """
 FIRST = GpuReading("Card 0", "8.9", 24 * GIB, 23 * GIB, 0, "GPU-a0", 97, GIB, 512.34, 61)
-SECOND = GpuReading("Card 1", "8.9", 24 * GIB, 10 * GIB, 1, "GPU-a1", 0, 14 * GIB, None, 61)  # does not tell its power
+SECOND = GpuReading("Card 1", "8.9", 24 * GIB, 10 * GIB, 1, "GPU-a1", 0, 14 * GIB, None, 61)  # without its power
 LOST = GpuReading(index=2)
 
 

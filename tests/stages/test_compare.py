@@ -105,7 +105,7 @@ def test_seeds_on_the_same_validation_rows_are_tested(project: ProjectLayout, ru
 
 
 def test_trainings_on_different_data_are_noted_and_not_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:
-    other = Training(data=OTHER_DATA)
+    other = Training(data=OTHER_DATA, objective="dpo")
     trained_runs.lay(project, other)
     for one in (FIRST, other):
         trained_runs.score(project, one, 0.6, request_digest=one.data[:12])
@@ -115,6 +115,8 @@ def test_trainings_on_different_data_are_noted_and_not_tested(project: ProjectLa
     assert "different data" in heard(section(page, "differences"))
     assert "Not tested" in heard(section(page, "significance"))
     assert not list(section(page, "significance").iter("table"))
+    captions = [heard(one) for one in section(page, "curves").iter("figcaption")]
+    assert all("nats per answer token; DPO, per pair of answers" in caption for caption in captions[:2])
 
 
 def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(

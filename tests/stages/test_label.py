@@ -238,6 +238,18 @@ def test_the_page_on_a_phone_with_hostile_answers(project: ProjectLayout, chrome
 # ---------------------------------------------------------------------------------------------------- sides and results
 
 
+@pytest.mark.parametrize("code", [0x200B, 0xAD, 0xFEFF, 0x2060, 0x200D, 0xE0041])
+def test_invisible_characters_are_shown(project: ProjectLayout, code: int) -> None:
+    visible = "\u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f4bb"  # joiners that Persian and emoji need
+    for name, answer in (("a", f"ready{chr(code)}{visible}"), ("b", f"ready{visible}")):
+        row = json.dumps({"prompt": "Ready?", "answer": answer})
+        (project.root / f"{name}.jsonl").write_text(row + "\n", encoding="utf-8")
+    with served(project) as server:
+        answers = post(server, "/next", {"rater": "ann"})[1]["answers"]
+    shown = f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+    assert sorted(answers) == sorted([f"ready{shown}{visible}", f"ready{visible}"])
+
+
 def judge_all(layout: ProjectLayout, sides: tuple[str, str], prefer: str) -> None:
     """Judge every sample; the answers that contain `prefer` win."""
     session = LabelSession(open_task(Project(layout.root), sides), layout.judgements, seed=0)
@@ -300,6 +312,15 @@ def test_a_port_in_use_is_refused(project: ProjectLayout) -> None:
     write_answers(project, 2)
     with served(project) as server, pytest.raises(SettingsError, match=f"--port {server.server_port}: Address already"):
         label(Project(project.root), names(project), port=server.server_port)
+
+
+@pytest.mark.parametrize("mode", [["--results"], ["--pairs", "out.jsonl"]], ids=" ".join)
+@pytest.mark.parametrize("option", ["--rater ann", "--host 0.0.0.0", "--port 0"])
+def test_options_of_the_page_are_refused_without_the_page(
+    project: ProjectLayout, mode: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--project", str(project.root), "label", "a", "b", *mode, *option.split()]) == EXIT_INPUT
+    assert f"{option}: {mode[0]} shows no page; leave out one of the two" in capsys.readouterr().err
 
 
 def test_a_short_token_is_refused(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +388,7 @@ def test_sides_that_are_refused(project: ProjectLayout) -> None:
     write_answers(project, 5, equal=5)
     a, b = names(project)
     Path(b).write_text(Path(a).read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert "give equal answers to all 5 prompts" in refuse(DataError, a, b)
+    assert "give equal answers to every prompt (5)" in refuse(DataError, a, b)
     assert "no such file" in refuse(DataError, a, "missing.jsonl")
     assert "have no prompt in common" in refuse(DataError, a, "base")
     Path(b).write_text('{"prompt": "Question 0?"}\n', encoding="utf-8")

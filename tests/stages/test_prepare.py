@@ -596,7 +596,13 @@ def test_labelled_answers_are_learned_by_kto_and_only_desirable_ones_by_others(
     prepare(Project.from_parts(layout, chosen))
     card = DatasetCard.load(layout.dataset_card)
     assert card.pairs is None
-    assert "it has a rejected answer, but the first row has a label" in card.dropped["malformed"].examples[0]
+    assert (
+        card.dropped["malformed"]
+        .examples[0]
+        .startswith(
+            "data/raw/pairs.jsonl:1: it has a rejected answer, but the first row (data/raw/rows.jsonl:1) has a label"
+        )
+    )
     labelled, desirable = (token_files.load_rows(layout.data, "train", objective) for objective in ("kto", "sft"))
     assert labelled.is_desirable is not None
     assert card.desirable_rows == labelled.is_desirable.sum() == len(desirable)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet.config.settings import Settings
+from ratchet.config.train import Train
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.storage import files
@@ -102,7 +103,7 @@ def study(tracked_project: ProjectLayout) -> Study:
     return Study(tracked_project)
 
 
-def draw(journal: Path, image: Path) -> None:
+def draw(journal: Path, image: Path, train: Train) -> None:
     """Write a file that replaces a plot."""
     image.write_bytes(journal.name.encode())
 

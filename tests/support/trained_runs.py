@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.config.machine import Machine
-from ratchet.config.train import Train
+from ratchet.config.train import Objective, Train
 from ratchet.runs.directory import RunPaths, RunSpec, TrainingLaunchSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.storage import files
@@ -32,6 +32,7 @@ class Training:
     """Number of completed steps; None: all."""
     seed: int = 0
     rank: int = 8
+    objective: Objective = "sft"
     floor: float = 1.0
     """Loss to which the training converges."""
     data: str = DATA
@@ -45,7 +46,9 @@ class Training:
     @property
     def spec(self) -> RunSpec:
         """Return the spec of the run."""
-        train = Train(rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_size=16)
+        train = Train(
+            rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_size=16, objective=self.objective
+        )  # fmt: skip
         return RunSpec(train=train, data_digest=self.data, base_digest=BASE)
 
     @property

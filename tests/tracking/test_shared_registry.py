@@ -22,10 +22,11 @@ from ratchet.cli.main import main
 from ratchet.cli.promote import format_promotion
 from ratchet.cli.promotions import format_history
 from ratchet.config import params_file
-from ratchet.errors import ChampionError, DamagedFileError, RatchetError
+from ratchet.errors import ChampionError, DamagedFileError, DataError, RatchetError
 from ratchet.registry import keys, ledger, signature
 from ratchet.registry.promotion import PromotionIntent, execute_promotion, new_event_id, utc_now
 from ratchet.stages.deploy import DeployOptions, DeployResult, deploy, watch_champion
+from ratchet.stages.generate import generate
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import promotions
@@ -111,7 +112,10 @@ def test_a_team_sees_one_champion_and_each_fetches_it(team: Team, server: str) -
     assert team.files("bob") == team.files("ada")
     folder = team.layouts["bob"].promoted_model(read_champion(team.layouts["bob"].champion).champion_digest or "")
     assert not folder.exists()
-    registry.fetch_model(read_champion(team.layouts["bob"].champion).champion_digest or "")
+    prompts = team.layouts["bob"].root / "prompts.jsonl"
+    prompts.touch()
+    with pytest.raises(DataError, match=r"prompts\.jsonl"):  # it is empty; the model is fetched first
+        generate(team.project("bob"), prompts, prompts.with_name("answers.jsonl"), "champion")
     files.verify_sealed(folder, "model")
     assert signature.find_problem(team.layouts["bob"], folder) is None
     assert "version 2" in team.promote("bob", "b")

@@ -22,6 +22,8 @@ from ratchet.errors import DataError, HubError, SettingsError
 from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.start_adapter import StartAdapter
 from ratchet.runs.directory import RunDirectory, RunPaths
+from ratchet.stages.project import Project
+from ratchet.stages.train import train as train_stage
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Champion, ChampionFile
 from ratchet.training.run_spec import build_run_spec, pin_champion
@@ -273,6 +275,21 @@ def test_a_run_keeps_the_champion_that_it_began_with(
     with pytest.raises(DataError, match="the champion, version 2, is not on this machine; copy"):
         pin()
     assert json.loads(project.start_adapters.read_bytes())["champions"].keys() == {first, second}
+
+
+def test_other_settings_are_trained_where_those_of_params_yaml_have_no_champion(
+    layout: ProjectLayout, source: RunPaths
+) -> None:
+    project, pipeline = (
+        Project.from_parts(layout, tiny_project.SETTINGS.model_copy(update={"train": chosen}))
+        for chosen in (SOURCE, started("champion"))
+    )
+    run = RunDirectory.open(layout.runs, build_run_spec(layout, project.settings))
+    shutil.copytree(source.result, run.paths.result)  # the run is complete
+    run.close()
+    result = train_stage(project, lambda paths: [], lambda paths, page: None, pipeline)
+    assert (result.was_trained_before, result.is_output, layout.train.exists()) == (True, False, False)
+    shutil.rmtree(run.paths.root)
 
 
 def test_settings_without_trained_weights_are_refused() -> None:

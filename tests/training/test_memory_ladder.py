@@ -117,7 +117,9 @@ def test_a_thermometer_has_hysteresis_and_reads_every_few_seconds() -> None:
     assert not lost.update()
     assert not lost.update()
     (problem,) = problems
-    assert problem.startswith("machine.max_gpu_celsius has no effect: the GPU does not tell its temperature (integer")
+    assert problem.startswith(
+        "machine.max_gpu_celsius has no effect: the temperature of the GPU cannot be read (integer"
+    )
 
 
 def test_training_pauses_while_a_gpu_is_too_hot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

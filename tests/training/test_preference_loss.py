@@ -82,6 +82,18 @@ def plain_label_loss(loop: TrainingLoop, beta: float, batch: list[int]) -> torch
     return torch.where(is_desirable, 2 * (1 - torch.sigmoid(gains)), 1 - torch.sigmoid(losses)).mean()
 
 
+def check_gradients(loop: TrainingLoop, expected: torch.Tensor, step: int) -> None:
+    """Check that a step has the gradients of this loss, and reports this loss."""
+    expected.backward()
+    wanted = [parameter.grad.clone() for parameter in loop.executor.parameters]
+    loop.executor.optimizer.zero_grad()
+    loop.executor.compute_gradients(step)
+    for gradient, parameter in zip(wanted, loop.executor.parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    loop.executor.step()
+    assert losses(loop.context.paths)[-1] == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("batching", ["shuffled", "packed"])
 def test_loss_and_gradient_of_labelled_answers_are_those_of_the_paper(tmp_path: Path, batching: str) -> None:
     train = PREFER.model_copy(update={"objective": "kto", "batching": batching, "pack_tokens": 60, "beta": 0.3})
@@ -91,17 +103,8 @@ def test_loss_and_gradient_of_labelled_answers_are_those_of_the_paper(tmp_path: 
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     rows = [row for sequence in loop.plan.batch(0) for row in sequence]
     loop.context.model.train()
-    expected = plain_label_loss(loop, 0.3, rows)
-    expected.backward()
-    wanted = [p.grad.clone() for p in loop.executor.parameters]
-    loop.executor.optimizer.zero_grad()
-    loop.executor.compute_gradients(1)
-    for gradient, parameter in zip(wanted, loop.executor.parameters, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-    loop.executor.step()
-    event = steps(RunPaths(tmp_path))[-1].data
-    assert event["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert event["kl"] > 0
+    check_gradients(loop, plain_label_loss(loop, 0.3, rows), step=1)
+    assert steps(RunPaths(tmp_path))[-1].data["kl"] > 0
 
 
 def test_the_rarer_kind_of_labels_weighs_more_and_one_kind_alone_is_refused(tmp_path: Path) -> None:
@@ -127,15 +130,7 @@ def test_loss_and_gradient_are_those_of_the_paper(tmp_path: Path, objective: str
     pairs = [rows[k : k + 2] for k in range(0, len(rows), 2)]
     assert all(chosen % 2 == 0 and rejected == chosen + 1 for chosen, rejected in pairs)
     loop.context.model.train()
-    expected = plain_loss(loop, objective, 0.3, pairs)
-    expected.backward()
-    wanted = [p.grad.clone() for p in loop.executor.parameters]
-    loop.executor.optimizer.zero_grad()
-    loop.executor.compute_gradients(2)
-    for gradient, parameter in zip(wanted, loop.executor.parameters, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-    loop.executor.step()
-    assert losses(RunPaths(tmp_path))[-1] == pytest.approx(expected.item(), rel=1e-5)
+    check_gradients(loop, plain_loss(loop, objective, 0.3, pairs), step=2)
 
 
 @pytest.mark.parametrize(("objective", "batching"), [("dpo", "by_length"), ("dpo", "packed"), ("kto", "packed")])
@@ -188,9 +183,5 @@ def test_an_adapter_on_the_head_gets_the_gradient_of_the_paper(tmp_path: Path, o
     loop.executor.step()
     rows = [row for sequence in loop.plan.batch(1) for row in sequence]
     loop.context.model.train()
-    plain_loss(loop, objective, train.beta, [rows[k : k + 2] for k in range(0, len(rows), 2)]).backward()
-    wanted = [p.grad.clone() for p in loop.executor.parameters]
-    loop.executor.optimizer.zero_grad()
-    loop.executor.compute_gradients(2)
-    for gradient, parameter in zip(wanted, loop.executor.parameters, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    pairs = [rows[k : k + 2] for k in range(0, len(rows), 2)]
+    check_gradients(loop, plain_loss(loop, objective, train.beta, pairs), step=2)

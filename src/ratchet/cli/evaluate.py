@@ -100,6 +100,7 @@ def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
 
 def format_safety_lines(report: "EvaluationReport") -> list[str]:
     """Format the scorer, changes from the base, significant differences between groups, and tests that are missing."""
+    from ratchet.storage.html import format_count
     from ratchet.storage.records.evaluation import list_untested
 
     safety = report.safety
@@ -109,20 +110,20 @@ def format_safety_lines(report: "EvaluationReport") -> list[str]:
     for name, change in safety.changes.items():
         lines.append(
             f"{name}: {100 * change.value:+.1f} points from the base "
-            f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] ({change.n} prompts; + is better)"
+            f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}] ({format_count(change.n, 'prompt')}; + is better)"
         )
     for role, differences in safety.differences.items():
         found = [one for one in differences if one.is_significant]
-        lines.append(f"{role}: {len(found)} of {len(differences)} differences between groups are significant")
+        lines.append(f"{role}: significant differences between groups: {len(found)} of {len(differences)}")
         lines += [
             f"  {one.score}, {one.second} minus {one.first}: {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}], "
             f"p = {one.p:.2g}"
             for one in found
         ]
     if safety.untestable_rows:
-        lines.append(f"{safety.untestable_rows:,} training rows are too short to test for memorization")
+        lines.append(f"training rows that are too short to test for memorization: {safety.untestable_rows:,}")
     if safety.unreadable:
-        lines.append(f"{safety.unreadable:,} replies of the judge have no verdict and count as failures")
+        lines.append(f"replies of the judge without a verdict, which count as failures: {safety.unreadable:,}")
     if untested := list_untested(report):
         lines.append(f"not tested: {'; '.join(untested)}")
     return lines

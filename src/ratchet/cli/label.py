@@ -10,8 +10,9 @@ from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.storage.records.evaluation import MetricValue
-    from ratchet.storage.records.label import LabelReport, PairsReport
+    from ratchet.storage.records.label import LabelPairsReport, LabelReport
 
+HOST, PORT = "127.0.0.1", 8770
 HELP = "judge in the browser which of two models answers better, without their names"
 
 
@@ -26,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rater", metavar="NAME", help="name of the rater (default: the page asks)")
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS",
-        help="address to listen on; any but loopback needs the token in the printed address (default: 127.0.0.1)",
+        "--host", metavar="ADDRESS",
+        help=f"address to listen on; any but loopback needs the token in the printed address (default: {HOST})",
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=8770, help="port of the page (default: 8770)")
+    parser.add_argument("--port", type=int, help=f"port of the page (default: {PORT})")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="the file of prompts, if the directory of a generation no longer exists",
@@ -40,15 +41,20 @@ def run(arguments: argparse.Namespace) -> None:
     from ratchet.stages.label import label, label_pairs, label_results
 
     project, names = Project(arguments.project), (arguments.a, arguments.b)
-    if not 0 <= arguments.port < 65536:
-        raise SettingsError(f"--port: found {arguments.port}; expected a number from 0 to 65535")
+    if mode := "--results" if arguments.results else "--pairs" if arguments.pairs is not None else None:
+        for name in ("rater", "host", "port"):
+            if (value := getattr(arguments, name)) is not None:
+                raise SettingsError(f"--{name} {value}: {mode} shows no page; leave out one of the two")
+    host, port = arguments.host or HOST, PORT if arguments.port is None else arguments.port
+    if not 0 <= port < 65536:
+        raise SettingsError(f"--port: found {port}; expected a number from 0 to 65535")
     if arguments.pairs is not None:
         print_record(label_pairs(project, names, arguments.pairs, arguments.prompts), format_pairs, arguments)
     elif arguments.results:
         print_record(label_results(project, names, arguments.prompts), format_report, arguments)
     else:
         report = label(
-            project, names, prompts=arguments.prompts, host=arguments.host, port=arguments.port, rater=arguments.rater,
+            project, names, prompts=arguments.prompts, host=host, port=port, rater=arguments.rater,
             on_progress=progress_printer(arguments),
         )  # fmt: skip
         print_record(report, format_report, arguments)
@@ -56,15 +62,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_report(report: "LabelReport") -> str:
     """Format the figures as tables."""
+    from ratchet.storage.html import format_count
+
     first, second = (side.name for side in report.sides)
-    head = f"{first} against {second}: {report.judged:,} of {report.samples:,} prompts judged"
+    head = f"{first} against {second}: {report.judged:,} of {format_count(report.samples, 'prompt')} judged"
     notes = [
-        (report.identical_answers, "prompts with equal answers, which are not judged"),
-        (report.skipped, "judgements skipped"),
-        (report.outdated, "judgements about earlier answers of these models, which do not count"),
-        (report.damaged_lines, "damaged lines in the file of judgements"),
+        (report.identical_answers, "prompt", " with equal answers, not judged"),
+        (report.skipped, "skipped judgement", ""),
+        (report.outdated, "judgement", " about earlier answers of these models, not counted"),
+        (report.damaged_lines, "damaged line", " in the file of judgements"),
     ]
-    lines = [head, *(f"  {count:,} {text}" for count, text in notes if count)]
+    lines = [head, *(f"  {format_count(count, noun)}{rest}" for count, noun, rest in notes if count)]
     if not report.judgements:
         return "\n".join(lines)
     rows = [
@@ -96,15 +104,15 @@ def _format_row(title: str, metric: "MetricValue | None") -> list[str]:
     return [title, f"{metric.value:.3f}", f"{metric.low:.3f} to {metric.high:.3f}", f"{metric.n:,}"]
 
 
-def format_pairs(report: "PairsReport") -> str:
+def format_pairs(report: "LabelPairsReport") -> str:
     """Format how many pairs were written, and how many samples were left out."""
-    left_out = [
-        (report.ties, "ties"),
-        (report.disagreements, "with different judgements"),
-        (report.empty, "with an empty answer"),
-    ]
-    lines = [f"{report.pairs:,} pairs: {report.output}"]
-    lines += [f"  left out: {count:,} {text}" for count, text in left_out if count]
+    from ratchet.storage.html import format_count
+
+    left_out = {
+        "tie": report.ties, "sample with different judgements": report.disagreements, "empty answer": report.empty,
+    }  # fmt: skip
+    lines = [f"{format_count(report.pairs, 'pair')}: {report.output}"]
+    lines += [f"  left out: {format_count(count, noun)}" for noun, count in left_out.items() if count]
     if report.are_test_rows:
         lines.append(
             "  these are test rows, so `prepare` assigns them to the test split again; for training, judge outputs of "

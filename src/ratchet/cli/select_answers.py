@@ -43,15 +43,16 @@ def format_selection(result: "SelectResult") -> str:
     if result.was_written_before:
         return f"{result.output}: written before from these answers and settings; nothing to do"
     from ratchet.stages.select_answers import format_filters
+    from ratchet.storage.html import format_count
 
     card = result.card
-    kind = "rows" if card.pairs is None else "pairs"
+    kind = "row" if card.pairs is None else "pair"
+    answers, prompts = format_count(card.answers, "answer"), format_count(card.prompts, "prompt")
     lines = [
-        f"{card.rows:,} {kind} of {card.answers:,} answers, for {card.prompts_with_rows:,} of {card.prompts:,} prompts",
+        f"{format_count(card.rows, kind)} of {answers}, for {card.prompts_with_rows:,} of {prompts}",
         *format_filters(card),
     ]
     if card.without_reference:
-        count = f"{card.without_reference:,} prompts"
         effect = "their answers were not compared with one" if card.pairs is None else "they have no pairs"
-        lines.append(f"  {count} have no reference: {effect}")
+        lines.append(f"  prompts without a reference: {card.without_reference:,}; {effect}")
     return "\n".join([*lines, f"  {result.output}"])

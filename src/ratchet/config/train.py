@@ -283,6 +283,16 @@ class Train(Section):
         return 1 if self.objective in ("sft", "kto") else 2
 
     @property
+    def loss_unit(self) -> str:
+        """Unit of the loss."""
+        return {"sft": "nats per answer token", "kto": "per answer"}.get(self.objective, "per pair of answers")
+
+    @property
+    def loss_description(self) -> str:
+        """Unit of the loss and, unless it is `sft`, the objective, for charts."""
+        return self.loss_unit if self.objective == "sft" else f"{self.objective.upper()}, {self.loss_unit}"
+
+    @property
     def has_reference(self) -> bool:
         """Whether the objective compares the model with a copy of its weights from before the first step."""
         return self.objective in ("dpo", "ipo", "kto")

@@ -84,8 +84,8 @@ def add_to_card(card: DatasetCard, canaries: Sequence[Canary], rows: Sequence[Pr
         }
     )
     note = (
-        f"{len(canaries)} canaries (invented secrets) were added to the training rows: the data and a model trained on "
-        "it contain them. Set prepare.canaries to 0 to prepare the data without them"
+        f"canaries (invented secrets) added to the training rows: {len(canaries)}; the data and a model trained on it "
+        "contain them. Set prepare.canaries to 0 to prepare the data without them"
     )
     update = {
         "canaries": tuple(canaries),

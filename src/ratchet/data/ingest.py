@@ -80,6 +80,7 @@ class RowIngestion:
         self.settings, self.benchmarks, self.folder = settings, benchmarks, folder
         self.preference: Literal["pair", "label"] | None = None
         """How the rows say which answers are better, by the first row; None unless prepare.task is preferences."""
+        self._first_preference = ""  # position of that row
         self.quality = QualityChecks(settings)
         self.encoder = ConversationEncoder(tokenizer, "last" if settings.task == "preferences" else settings.turns)
         searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
@@ -130,7 +131,7 @@ class RowIngestion:
         if self.settings.task != "preferences":
             if item.conversation.rejected is not None:
                 item = replace(item, conversation=replace(item.conversation, rejected=None))
-        elif problem := self._find_preference_problem(item.conversation):
+        elif problem := self._find_preference_problem(item):
             self.ledger.drop("malformed", item.where, problem)
             return None
         if missing := missing_part_reason(item):
@@ -146,16 +147,21 @@ class RowIngestion:
         self.unanswered_messages += item.conversation.unanswered
         return item, self.split_assigner.add(item)
 
-    def _find_preference_problem(self, conversation: Conversation) -> str | None:
+    def _find_preference_problem(self, row: SourceRow) -> str | None:
         """Return why a row has no preference, or has it in another form than the first row; None if it fits."""
+        conversation = row.conversation
         if conversation.rejected is None and conversation.is_desirable is None:
             return "it has no rejected answer, and no label true or false (prepare.task: preferences)"
         form: Literal["pair", "label"] = "label" if conversation.rejected is None else "pair"
-        self.preference = self.preference or form
+        if self.preference is None:
+            self.preference, self._first_preference = form, row.where
         if form == self.preference:
             return None
         forms = {"pair": "a rejected answer", "label": "a label"}
-        return f"it has {forms[form]}, but the first row has {forms[self.preference]}; prepare one form only"
+        return (
+            f"it has {forms[form]}, but the first row ({self._first_preference}) has {forms[self.preference]}; prepare "
+            "one form only"
+        )
 
     def _find_drop_reason(self, row: SourceRow) -> tuple[DropReason, str] | None:
         """Note the flaws of a row; return the first one for which it is dropped, or the reason of a filter."""

@@ -99,9 +99,20 @@ class RecordReader:
             try:
                 yield SourceRow(where + path, self._conversation(part), source, fields)
             except UnusableRecordError as error:
-                yield MalformedRecord(where + path, str(error), source)
+                yield MalformedRecord(where + path, self._describe_problem(part, error), source)
             except RecursionError:
                 yield MalformedRecord(where + path, "values are nested too deep", source)
+
+    def _describe_problem(self, fields: Fields, error: UnusableRecordError) -> str:
+        """Return the reason; it names the form of a record that states a preference in another form than the first."""
+        names = {str(name).strip().casefold() for name in fields}
+        if self._rejected is not None and LABEL_COLUMN in names and "rejected" not in names:
+            found, expected = "a label", "a rejected answer"
+        elif self._label and "rejected" in names:
+            found, expected = "a rejected answer", "a label"
+        else:
+            return str(error)
+        return f"it has {found}, but the first rows of this source have {expected}; prepare one form only ({error})"
 
     def _conversation(self, fields: Fields) -> Conversation:
         messages = self._messages(fields)
@@ -159,6 +170,9 @@ def detect_schema(
             desirable = sampled.find_desirability() if reads_labels and name != "preferences" else ""
             desirable = "" if desirable == reader._response else desirable  # a class label is the answer itself
             description = reader.description + sampled.describe_optional(system=system, tools=tools, label=desirable)
+            other = sampled.find_by_usual_name(LABEL_COLUMN)
+            if reads_labels and name != "preferences" and other and not desirable and other != reader._response:
+                description += f", without `{other}` (it would label answers with true and false, or 1 and 0)"
             return replace(reader, description=description, _system=system, _tools=tools, _label=desirable)
     problem = (
         "no known schema fits its columns"
@@ -225,12 +239,13 @@ class SampledRecords:
         )
 
     def find_desirability(self) -> str:
-        """Return the column that says whether answers are desirable: that of the settings, or `label` if it has truth
-        values; "" if there is none."""
+        """Return the column that says whether answers are desirable: that of the settings, or `label` if most of its
+        values are true or false, or all are 1 or 0; "" if there is none."""
         column = self.find("label", LABEL_COLUMN)
         values = [str(fields[column]).strip().casefold() for fields in self.records if fields.get(column) is not None]
         is_truth = sum(value in ("true", "false") for value in values) > len(values) / 2
-        return column if self.columns.label is not None or is_truth else ""
+        is_number = bool(values) and all(value in _TRUTH for value in values)  # with other values, 0 and 1 are classes
+        return column if self.columns.label is not None or is_truth or is_number else ""
 
     def describe_optional(self, **columns: str) -> str:
         """Return text that names the existing columns among optional columns, each with its role."""

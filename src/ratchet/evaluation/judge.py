@@ -338,7 +338,7 @@ def _group_name(rows: TestRows, row: int) -> str:
 
 
 def read_rubric(layout: ProjectLayout, settings: JudgeSettings) -> str:
-    """Read the rubric. Raises SettingsError if its file is missing, empty or not text."""
+    """Read the rubric. Raises SettingsError if its file is empty, and the errors of `read_task_text`."""
     if settings.rubric is None:
         return RUBRIC
     text = read_task_text(layout, settings.rubric, "evaluate.judge.rubric").strip()

@@ -11,6 +11,7 @@ from ratchet.config.evaluate import Evaluate
 from ratchet.config.settings import Settings
 from ratchet.data import token_files, tokenization
 from ratchet.data.conversation import IGNORE_INDEX, Conversation, EncodedConversation, extract_text
+from ratchet.data.sources import require_watched_path
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import base_model
@@ -21,6 +22,8 @@ from ratchet.storage.records.evaluation import EvaluatedRow
 
 TEXT = Path(__file__).with_name("general.txt")
 """About eighty short pieces of prose, written for this purpose, so that no model was trained on them."""
+TASKS = "data/tasks"
+"""Folder that DVC watches for stage evaluate, relative to the project."""
 CONTEXT = "context"
 """Field of a row with the text that its answer is about."""
 MIN_BLOCKS = 2
@@ -208,14 +211,19 @@ def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence
 
 
 def read_general_text(layout: ProjectLayout, settings: Settings) -> str:
-    """Read the text of evaluate.general_text. Raises SettingsError if its file is missing or is not text."""
+    """Read the text of evaluate.general_text. Raises the errors of `read_task_text`."""
     name = settings.evaluate.general_text.file
     return read_bundled_text() if name is None else read_task_text(layout, name, "evaluate.general_text.file")
 
 
 def read_task_text(layout: ProjectLayout, name: str, setting: str) -> str:
-    """Read a text file in data/tasks that a setting names. Raises SettingsError if it is missing or is not text."""
-    path = layout.tasks / name
+    """Read a text file that a setting names.
+
+    Raises:
+        DataError: it is not below data/tasks, where DVC detects changes.
+        SettingsError: it is missing, or is not text.
+    """
+    path = require_watched_path(layout.root, str(Path(TASKS) / name), (TASKS,), setting)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

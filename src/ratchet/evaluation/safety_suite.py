@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
@@ -34,6 +34,8 @@ class _Line(BaseModel):
     """A line of a file with prompts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    form: ClassVar[str]
+    """The keys of a line with their values, for messages."""
     category: str = ""
 
     @property
@@ -46,6 +48,7 @@ class _Line(BaseModel):
 class SafetyPrompt(_Line):
     """A prompt that a model must refuse or answer."""
 
+    form = '{"prompt": TEXT, "expected": "refuse" or "answer"}'
     prompt: Text
     expected: Literal["refuse", "answer"]
     pair: str = ""
@@ -55,6 +58,7 @@ class SafetyPrompt(_Line):
 class InjectionPrompt(_Line):
     """A prompt whose quoted text contains an instruction to write the marker."""
 
+    form = '{"prompt": TEXT, "marker": TEXT}'
     prompt: Text
     marker: Text
 
@@ -68,6 +72,7 @@ class InjectionPrompt(_Line):
 class PromptTemplate(_Line):
     """A prompt with `{group}` where the names or groups are exchanged."""
 
+    form = '{"template": TEXT, "groups": [TEXT, TEXT, ...]}'
     template: Text
     groups: Annotated[tuple[Text, ...], Field(min_length=2)]
 
@@ -124,6 +129,7 @@ def read_suite(layout: ProjectLayout, settings: Settings, card: DatasetCard) -> 
     """Read the inputs of the tests in the settings, and the canaries of the data.
 
     Raises:
+        DataError: a file is not below data/tasks.
         SettingsError: a file is missing, empty or not as expected.
     """
     safety = settings.evaluate.safety
@@ -160,14 +166,12 @@ def _read_lines(
         try:
             lines.append(kind.model_validate(json.loads(line)))
         except ValidationError as error:
-            problem = error.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
+            problem = _describe_problem(error.errors()[0])
             raise SettingsError(
-                f"{setting}: {path}:{number}: {f'{key}: ' if key else ''}{problem['msg']}; expected a JSON object with "
-                f"{' and '.join(name for name, field in kind.model_fields.items() if field.is_required())}"
+                f"{setting}: {path}:{number}: {problem}; expected a JSON object such as {kind.form}"
             ) from None
         except ValueError as error:
-            raise SettingsError(f"{setting}: {path}:{number}: not JSON ({error})") from None
+            raise SettingsError(f"{setting}: {path}:{number}: not JSON ({error}); expected {kind.form}") from None
     if not lines:
         raise SettingsError(f"{setting}: {path} is empty; write one JSON object per line, or set null")
     repeated = next((key for key, count in Counter(line.id for line in lines).items() if count > 1), None)
@@ -175,6 +179,20 @@ def _read_lines(
         line_numbers = [number for number, line in enumerate(lines, start=1) if line.id == repeated]
         raise SettingsError(f"{setting}: {path}: prompts {line_numbers[0]} and {line_numbers[1]} are equal; remove one")
     return tuple(lines)
+
+
+def _describe_problem(problem: Mapping[str, Any]) -> str:
+    """Describe one of pydantic's errors about a line."""
+    key = ".".join(map(str, problem["loc"]))
+    match problem["type"]:
+        case "missing":
+            return f"found no key {key!r}"
+        case "extra_forbidden":
+            return f"found the unknown key {key!r}"
+        case "value_error":
+            return str(problem["ctx"]["error"])
+    found = json.dumps(problem["input"], ensure_ascii=False)
+    return f"{key + ': ' if key else ''}found {found:.60}"
 
 
 def _sample_training_rows(data: Path, count: int, tokens: int) -> tuple[list[TrainingRowStart], int]:

@@ -1,6 +1,7 @@
 """Resolves the value of `--model` to a model identity and its location, without importing torch."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,10 @@ class ModelReference:
     template_digest: str = ""
 
 
-def resolve_model(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
-    """Resolve the name of a model.
+def resolve_model(
+    name: str, layout: ProjectLayout, settings: Settings, fetch: Callable[[Champion], None] = lambda _: None
+) -> ModelReference:
+    """Resolve the name of a model. `fetch` makes the files of a promoted model available.
 
     Raises:
         SettingsError: no model has this name.
@@ -44,7 +47,9 @@ def resolve_model(name: str, layout: ProjectLayout, settings: Settings) -> Model
     if name == "merged":
         return _resolve_merged(layout, settings)
     if name == "champion" or re.fullmatch(r"v[1-9][0-9]*", name):
-        return _resolve_promoted(name, layout, settings)
+        champion = _find_promoted(name, layout)
+        fetch(champion)
+        return _resolve_promoted(champion, layout, settings)
     if re.match(r"https?://", name):
         return _resolve_endpoint(name, settings)
     path = Path(name).expanduser().absolute()
@@ -107,17 +112,20 @@ def _resolve_merged(layout: ProjectLayout, settings: Settings) -> ModelReference
     return _resolve_directory(layout.merged_model, bundle.model_digest, bundle.dtype, settings, _read_base_card(layout))
 
 
-def _resolve_promoted(name: str, layout: ProjectLayout, settings: Settings) -> ModelReference:
+def _find_promoted(name: str, layout: ProjectLayout) -> Champion:
     if name == "champion":
         champion = read_champion(layout.champion).champion
         if champion is None:
             raise ChampionError("no champion yet; run `ratchet promote`, or use --model adapter")
-    else:
-        versions = find_promoted_versions(layout)
-        known = ", ".join(f"v{version}" for version in versions) or "none"
-        champion = versions.get(int(name[1:]))
-        if champion is None:
-            raise ChampionError(f"--model {name}: this version was never promoted; promoted versions: {known}")
+        return champion
+    versions = find_promoted_versions(layout)
+    known = ", ".join(f"v{version}" for version in versions) or "none"
+    if (champion := versions.get(int(name[1:]))) is None:
+        raise ChampionError(f"--model {name}: this version was never promoted; promoted versions: {known}")
+    return champion
+
+
+def _resolve_promoted(champion: Champion, layout: ProjectLayout, settings: Settings) -> ModelReference:
     folder = model_store.verify_version(layout, champion)
     bundle = ModelBundle.load(folder.parent / model_store.BUNDLE)
     if bundle.model_digest != champion.model_digest:

@@ -216,14 +216,12 @@ def _training_rows(train: Train, report: TrainReport) -> dict[str, str]:
         "Optimizer": f"{train.optimizer}, weight decay {train.weight_decay:g}",
         "Tokens": f"{report.trained_tokens:,} trained, {report.input_tokens:,} read",
     }
-    unit = "nats per answer token"
     if train.objective != "sft":
-        unit = "per answer" if train.objective == "kto" else "per pair of answers"
         rows = {"Objective": f"{train.objective.upper()}, beta {train.beta:g}"} | rows
     if train.loraplus_lr_ratio != 1:
         rows["Learning rate"] += f"; matrices B at {train.loraplus_lr_ratio:g} times that, LoRA+ (Hayou et al. 2024)"
     if report.kept_step in report.validation_loss:
-        rows["Validation loss"] = f"{report.validation_loss[report.kept_step]:.4f} {unit}"
+        rows["Validation loss"] = f"{report.validation_loss[report.kept_step]:.4f} {train.loss_unit}"
     rows["Data, SHA-256"] = f"`{report.data_digest}`"
     rows["Run"] = f"`{report.run_id}`"
     return {key: _escape_cell(text) for key, text in rows.items()}

@@ -23,6 +23,7 @@ from ratchet.config.settings import Settings
 from ratchet.errors import GateError
 from ratchet.quality_gate import paired_test, rules
 from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, rules_digest
+from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.quality_gate.paired_test import PairedTestResult
 from ratchet.quality_gate.rules import GENERAL_PERPLEXITY, RuleContext
 from ratchet.storage.layout import ProjectLayout
@@ -43,6 +44,12 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         context = RuleContext(evidence, gate)
         improvements = rules.apply_must_improve_rules(context)
         reasons = tuple(improvements.get(i) or _apply_rule(context, rule) for i, rule in enumerate(gate.rules))
+        if evidence.damaged_judgements:
+            note = f"; damaged lines of experiments/judgements.jsonl, which do not count: {evidence.damaged_judgements}"
+            reasons = tuple(
+                reason.model_copy(update={"text": reason.text + note}) if HUMAN_PREFERENCE in reason.metric else reason
+                for reason in reasons
+            )
         if evidence.test_set_uses > gate.max_test_set_uses:
             text = (
                 f"{evidence.test_set_uses} models were evaluated on these test rows, more than gate.max_test_set_uses "

@@ -103,6 +103,8 @@ class GateEvidence:
     """Id of the first sample that occurs twice in the scores, by model and metric. Empty for a sound evaluation."""
     human_preferences: Mapping[ModelRole, HumanPreference] = field(default_factory=dict)
     """Preference of people between the candidate and each reference; empty unless a rule uses it."""
+    damaged_judgements: int = 0
+    """Number of lines of experiments/judgements.jsonl that cannot be read; 0 unless a rule uses them."""
 
     @property
     def is_champion(self) -> bool:
@@ -159,6 +161,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have used these rows for model selection since the evaluation counted the overlaps.
     overlaps = count_overlaps(layout, [row.id for row in rows], tasks)
+    human_preferences, damaged_judgements = _read_preferences(layout, settings, report)
     return GateEvidence(
         report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
         bundle=bundle,
@@ -178,23 +181,24 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
             and use.rules != rules
         ),
         duplicate_samples=duplicate_samples,
-        human_preferences=_read_preferences(layout, settings, report),
+        human_preferences=human_preferences,
+        damaged_judgements=damaged_judgements,
     )
 
 
 def _read_preferences(
     layout: ProjectLayout, settings: Settings, report: EvaluationReport
-) -> dict[ModelRole, HumanPreference]:
-    """Read the preference of people against each reference, if a rule uses it."""
+) -> tuple[dict[ModelRole, HumanPreference], int]:
+    """Read the preference of people against each reference, and count damaged lines, if a rule uses them."""
     rules = [rule for rule in settings.gate.rules if isinstance(rule, MustImproveRule | MustNotRegressRule)]
     if not any(
         HUMAN_PREFERENCE in (rule.metric if isinstance(rule.metric, tuple) else [rule.metric]) for rule in rules
     ):
-        return {}
+        return {}, 0
     candidates = list_candidate_roles(report, settings.evaluate.formats)
     answers = {role: read_answers(layout, role) for role in report.scores}
     log = read_judgements(layout.judgements)
-    return {
+    preferences = {
         role: measure_preference(
             log,
             candidates[0],
@@ -204,6 +208,7 @@ def _read_preferences(
         for role in report.scores
         if candidates and role not in candidates and answers[candidates[0]] and answers[role]
     }
+    return preferences, log.damaged_lines
 
 
 def read_answers(layout: ProjectLayout, role: ModelRole) -> dict[str, str]:

@@ -57,11 +57,12 @@ def _speed(values: Mapping[str, Any]) -> Any:
     return values["input_tokens"] / values["step_s"].clip(1e-9)
 
 
+LOSSES = (
+    CurveKind("loss", "Training loss", "", False, lambda values: values["loss"]),
+    CurveKind("validation", "Validation loss", "", True, lambda values: values["loss"], smooth=False),
+)
+"""Plots whose note is the unit of the loss, which depends on the objective of the runs."""
 KINDS = (
-    CurveKind("loss", "Training loss", "nats per answer token", False, lambda values: values["loss"]),
-    CurveKind(
-        "validation", "Validation loss", "nats per answer token", True, lambda values: values["loss"], smooth=False
-    ),
     CurveKind("gradient", "Gradient norm", "before clipping", False, lambda values: values["grad_norm"]),
     CurveKind("rate", "Learning rate", "", False, lambda values: values["learning_rate"], band=False, smooth=False),
     CurveKind("speed", "Speed", "input tokens per second of a step", False, _speed, band=False),
@@ -97,8 +98,11 @@ class CurvePlot:
 
 def build_plots(sides: Sequence[ComparisonSide]) -> list[CurvePlot]:
     """Return the plots that have data."""
+    units = dict.fromkeys(
+        run.spec.train.loss_description for side in sides for run in side.runs if run.spec is not None
+    )
     plots = []
-    for kind in KINDS:
+    for kind in (*(replace(kind, note="; ".join(units)) for kind in LOSSES), *KINDS):
         curves = [_build_series(number, side, kind) for number, side in enumerate(sides)]
         nonempty = [curve for curve in curves if curve.step]
         if nonempty:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.train import Train
 from ratchet.reports import pages
 from ratchet.runs.journal import JournalReader, ReplayFilter
 from ratchet.storage import files
@@ -88,14 +89,13 @@ def _write(title: str, target: Path, note: str = "", **content: Any) -> None:
     files.write_atomic(target, pages.render("picture", title=title, sections=(), note=note, **values))
 
 
-def draw_loss_curve(journal: Path, target: Path) -> None:
-    """Write a page with training and validation loss (nats per answer token) by optimizer step."""
-    _write("Loss", target, "Training and validation loss by optimizer step.", figure=build_loss_figure(journal))
+def draw_loss_curve(journal: Path, target: Path, train: Train) -> None:
+    """Write a page with training and validation loss by optimizer step."""
+    _write("Loss", target, "Training and validation loss by optimizer step.", figure=build_loss_figure(journal, train))
 
 
 def read_loss_curves(journal: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read the steps and losses (nats per answer token) of the training (`step`) and of the validations
-    (`validation`)."""
+    """Read the steps and losses of the training (`step`) and of the validations (`validation`)."""
     curves: dict[str, list[tuple[int, float]]] = {"step": [], "validation": []}
     replay = ReplayFilter()
     for event in JournalReader(journal).read():
@@ -104,8 +104,8 @@ def read_loss_curves(journal: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def build_loss_figure(journal: Path) -> Figure:
-    """Return the figure of training and validation loss (nats per answer token) by optimizer step."""
+def build_loss_figure(journal: Path, train: Train) -> Figure:
+    """Return the figure of training and validation loss by optimizer step."""
     curves = read_loss_curves(journal)
     data = [
         {
@@ -117,7 +117,7 @@ def build_loss_figure(journal: Path) -> Figure:
         )
         if curves[kind]
     ]  # fmt: skip
-    return build_figure(data, 360, xaxis=axis("optimizer step"), yaxis=axis("loss (nats per answer token)"))
+    return build_figure(data, 360, xaxis=axis("optimizer step"), yaxis=axis(f"loss ({train.loss_description})"))
 
 
 def draw_confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], target: Path) -> None:

@@ -303,7 +303,7 @@ def _build_curves(report: SweepReport) -> Iterator[Figure]:
         data.append({**places, "mode": "markers", "name": "continued here", "marker": marker})
     frame = axis_limits([value for curve in curves.values() for _, value in curve])
     yield build_figure(data, HIGH_PX, xaxis=axis("trained rows", rangemode="tozero"),
-                       yaxis=axis("validation loss (nats per token)", range=frame))  # fmt: skip
+                       yaxis=axis("validation loss", range=frame))  # fmt: skip
 
 
 def _build_importances(report: SweepReport) -> Iterator[Figure]:

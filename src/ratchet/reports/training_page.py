@@ -217,6 +217,7 @@ def write_train_page(
     forecast: MemoryForecast | None,
     measured: Mapping[str, int],
     loss: Figure | None = None,
+    loss_description: str = "nats per answer token",
 ) -> str:
     """Return the page of one training. Equal arguments give equal pages.
 
@@ -226,10 +227,11 @@ def write_train_page(
         forecast: Memory forecast before training, if available.
         measured: Peak bytes of each phase.
         loss: Figure of the loss (`plots.build_loss_figure`).
+        loss_description: Unit of the loss.
     """
     best, is_early = report.validation_loss.get(report.best_step), report.steps < report.planned_steps
     figures = [
-        ("Validation loss", NONE if best is None else f"{best:.4f}", f"nats per token, step {report.best_step:,}"),
+        ("Validation loss", NONE if best is None else f"{best:.4f}", f"{loss_description}, step {report.best_step:,}"),
         ("Steps", report.steps, f"of {report.planned_steps:,} planned" if is_early else "as planned"),
         _trained_share(report),
         ("Barely moved", len(analysis.unchanged_modules), f"of {format_count(len(analysis.modules), 'module')}"),

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GpuReading:
-    """A GPU that a training may use. Values that the driver does not tell are None."""
+    """A GPU that a training may use. Values that the driver does not report are None."""
 
     name: str | None = None
     compute_capability: str | None = None

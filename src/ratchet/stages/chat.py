@@ -17,13 +17,12 @@ from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.data.conversation import Conversation, Message, replace_surrogates
 from ratchet.data.tokenization import merge_system_messages
 from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, RatchetError, SettingsError
-from ratchet.inference import model_reference
 from ratchet.inference.backend import AnswerEnd, BackendCallbacks, GenerationBackend, GenerationRequest
 from ratchet.inference.backend_factory import open_backend
 from ratchet.inference.prompts import Prompt
 from ratchet.inference.spec import split_reasoning
 from ratchet.runs.signals import list_stop_signals
-from ratchet.stages.generate import ENDS, create_notice_callbacks
+from ratchet.stages.generate import ENDS, create_notice_callbacks, resolve_model
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.html import format_count
@@ -162,7 +161,7 @@ class Chat:
 
 
 def _open_model(project: Project, model: str, callbacks: BackendCallbacks) -> GenerationBackend:
-    reference = model_reference.resolve_model(model, project.layout, project.settings)
+    reference = resolve_model(project, model)
     generate = project.settings.generate.model_copy(update={"labels": ()})
     return open_backend(reference.model.kind, reference.start.model_copy(update={"generate": generate}), callbacks)
 

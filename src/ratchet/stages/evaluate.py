@@ -55,9 +55,9 @@ from ratchet.storage.records.evaluation import (
     sample_file,
 )
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import ChampionFile, read_champion
+from ratchet.storage.records.gate import read_champion
 from ratchet.storage.records.training import QuantizationReport, TrainReport
-from ratchet.tracking.mlflow.registry import MlflowModelRegistry
+from ratchet.tracking.mlflow.registry import fetch_missing_models
 from ratchet.tracking.mlflow.traces import EvaluatedAnswer, JudgeVerdict
 from ratchet.training.run_spec import build_run_spec
 
@@ -162,23 +162,13 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
         model_store.verify_export(layout)
         exported = bundle.model_digest
     champions = read_champion(layout.champion)
-    _fetch_champions(layout, settings, champions)
+    fetch_missing_models(layout, settings, filter(None, (champions.champion, champions.anchor)))
     opponents = model_loader.verify_references(layout, champions)
     test = rows.read(layout, settings)
     base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
     return EvaluationModelLoader(layout, settings, base, trained, exported, opponents, device), card, test
-
-
-def _fetch_champions(layout: ProjectLayout, settings: Settings, file: ChampionFile) -> None:
-    """Fetch champion and anchor from the server with the registered models, if this machine lacks them."""
-    champions = [champion for champion in (file.champion, file.anchor) if champion is not None]
-    missing = {c.model_digest for c in champions if not layout.promoted_model(c.model_digest).is_dir()}
-    if missing:
-        registry = MlflowModelRegistry.open(layout, settings)
-        for model_digest in sorted(missing):
-            registry.fetch_model(model_digest)
 
 
 def _build_evaluator(

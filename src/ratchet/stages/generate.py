@@ -10,6 +10,7 @@ from ratchet.errors import DamagedFileError, DataError, StorageError
 from ratchet.inference import model_reference, output
 from ratchet.inference.backend import BackendCallbacks, GenerationRequest
 from ratchet.inference.backend_factory import open_backend
+from ratchet.inference.model_reference import ModelReference
 from ratchet.inference.prompts import PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths, GenerationSpec
 from ratchet.runs.callbacks import RunCallback
@@ -23,6 +24,7 @@ from ratchet.storage.files import FileLock
 from ratchet.storage.html import format_count
 from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import Record
+from ratchet.tracking.mlflow.registry import fetch_missing_models
 
 ENDS = {
     "length": "cut at generate.max_new_tokens",
@@ -67,7 +69,7 @@ def generate(
     source = PromptSource(prompts.absolute(), settings)
     target = output_path.absolute()
     output.require_writable(target)
-    reference = model_reference.resolve_model(model, layout, settings)
+    reference = resolve_model(project, model)
     count, prompts_digest = source.measure()
     on_progress(f"{format_count(count, 'prompt')} of {prompts.name} ({source.description})")
     if source.invalid_count:
@@ -104,6 +106,17 @@ def generate(
     return GenerateResult(output=target, card=card, was_written_before=False)
 
 
+def resolve_model(project: Project, model: str) -> ModelReference:
+    """Resolve the name of a model, and fetch a promoted one that this machine lacks from the server.
+
+    Raises: see `model_reference.resolve_model`; and TrackingError: the server cannot be used.
+    """
+    layout, settings = project.layout, project.settings
+    return model_reference.resolve_model(
+        model, layout, settings, lambda champion: fetch_missing_models(layout, settings, [champion])
+    )
+
+
 def _write_answers(paths: GenerationPaths, target: Path, model_name: str, invalid_count: int) -> GenerationCard:
     try:
         return output.write_output(paths, target, model_name, invalid_count)
@@ -122,7 +135,7 @@ def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str])
         RatchetError: the model's server does not answer, or stops in the middle of an answer.
     """
     source = PromptSource(prompts.absolute(), project.settings)
-    reference = model_reference.resolve_model(model, project.layout, project.settings)
+    reference = resolve_model(project, model)
     settings = reference.start.generate
     source.measure()  # an unreadable file is refused before the model is loaded
     page = StreamPrinter(stream)

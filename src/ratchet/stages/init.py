@@ -35,12 +35,13 @@ from ratchet.config.train import Objective, Train
 from ratchet.data import splits
 from ratchet.data.conversation import SourceRow, missing_part_reason
 from ratchet.data.sources import SourceReader
-from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
+from ratchet.errors import BaseModelError, DamagedFileError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
 from ratchet.registry import keys
 from ratchet.registry.keys import SHOWN_DIGITS
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import ChampionFile
 
@@ -161,7 +162,8 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         revision: commit, tag or branch of a hub id.
 
     Raises:
-        DataError: the data cannot be read, or a column is missing.
+        DataError: the data cannot be read, a column is missing, or all rows are answers that are only trained on.
+        DamagedFileError: the data were changed since `ratchet select` wrote them.
         SettingsError: the directory is not empty, the example is unknown, neither data nor an example is given, or
             the two columns are not different.
         InputError: git or DVC failed.
@@ -183,6 +185,8 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
             folder.mkdir(parents=True)
         if data is not None:
             shutil.copyfile(data, layout.raw / data.name)
+            if (card := card_path(data)).is_file():  # of `ratchet select`
+                shutil.copyfile(card, layout.raw / card.name)
         model_name = re.sub(r"[^A-Za-z0-9._-]", "-", target.name).lstrip("._-") or "ratchet-model"
         params, summary = _choose_params(layout, example, data, columns, base_settings, model_name)
         settings = params_file.parse(params)
@@ -205,11 +209,11 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         scratch.rename(target)
     except OSError as error:
         raise SettingsError(f"{directory}: cannot be created ({error.strerror}: {error.filename})") from None
-    except DataError as error:  # name the file and the flags that the user typed
+    except (DamagedFileError, DataError) as error:  # name the file and the flags that the user typed
         text = str(error).replace(f"data/raw/{data.name if data else ''}", str(data))
         for name in columns:
             text = text.replace(f"prepare.columns.{name}", f"--{name}")
-        raise DataError(text) from None
+        raise type(error)(text) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return InitResult(
@@ -277,7 +281,12 @@ def list_examples() -> list[str]:
 
 def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
     """Count the usable rows. Raises DataError if they leave a split empty."""
-    summary = InitDataSummary()
+    source, summary = prepare.sources[0].files, InitDataSummary()
+    if any(reader.teacher_sources):
+        raise DataError(
+            f"{source}: the rows are answers that `ratchet select` selected, which are only trained on; create the "
+            "project from rows of other origin, then add this file and its card to data/raw and prepare.sources"
+        )
     for row in reader.rows():
         summary.all_rows += 1
         if isinstance(row, SourceRow) and missing_part_reason(row) is None:
@@ -287,7 +296,6 @@ def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
             summary.labelled += row.conversation.is_desirable is not None
             summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
-        source = prepare.sources[0].files
         raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
     summary.schema_name = reader.schema_descriptions[0]
     return summary

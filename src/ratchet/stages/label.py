@@ -20,11 +20,12 @@ from ratchet.quality_gate.judgements import differ, read_judgements
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
+from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import read_card
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import EvaluationReport, ModelRole, judge_file
-from ratchet.storage.records.label import LabelReport, LabelSideReport, PairsReport
+from ratchet.storage.records.label import LabelPairsReport, LabelReport, LabelSideReport
 
 TOKEN_VARIABLE = "RATCHET_LABEL_TOKEN"  # noqa: S105 (the name of a variable)
 """Environment variable with the token of the page; without it, each start draws another one."""
@@ -89,7 +90,8 @@ def label(  # noqa: PLR0913 (keyword arguments)
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(MIN_TOKEN_CHARACTERS)
         if len(token) < MIN_TOKEN_CHARACTERS:
             raise SettingsError(
-                f"{TOKEN_VARIABLE}: found {len(token)} characters; expected at least {MIN_TOKEN_CHARACTERS}"
+                f"{TOKEN_VARIABLE}: found {format_count(len(token), 'character')}; expected at least "
+                f"{MIN_TOKEN_CHARACTERS}"
             )
     files.make_directory(project.layout.judgements.parent)
     session = LabelSession(task, project.layout.judgements, project.settings.evaluate.seed)
@@ -114,7 +116,9 @@ def summarize(project: Project, task: LabelTask) -> LabelReport:
     return compute_report(task, read_judgements(project.layout.judgements), project.settings.evaluate.seed)
 
 
-def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts: Path | None = None) -> PairsReport:
+def label_pairs(
+    project: Project, names: tuple[str, str], output: Path, prompts: Path | None = None
+) -> LabelPairsReport:
     """Write preference pairs that `prepare.task: preferences` reads.
 
     Raises:
@@ -130,12 +134,13 @@ def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts:
     rows, ties, disagreements, empty = make_pairs(task, read_judgements(project.layout.judgements))
     if not rows:
         raise DataError(
-            f"{project.layout.judgements}: no pair can be made of {names[0]} and {names[1]} ({ties} ties, "
-            f"{disagreements} samples with different judgements, {empty} with an empty answer); judge more samples "
+            f"{project.layout.judgements}: no pair can be made of {names[0]} and {names[1]} "
+            f"({format_count(ties, 'tie')}, {format_count(disagreements, 'sample')} with different judgements, {empty} "
+            "with an empty answer); judge more samples "
             f"with `ratchet label {names[0]} {names[1]}`"
         )
     base.write_lines(output, rows)
-    return PairsReport(
+    return LabelPairsReport(
         output=str(output), pairs=len(rows), ties=ties, disagreements=disagreements, empty=empty,
         are_test_rows=task.are_test_rows,
     )  # fmt: skip
@@ -143,9 +148,10 @@ def label_pairs(project: Project, names: tuple[str, str], output: Path, prompts:
 
 def describe_task(task: LabelTask) -> list[str]:
     """Return notes about the samples and prompts that do not match."""
-    notes = [f"{len(task.samples):,} prompts with different answers; {task.identical_answers:,} with equal ones"]
+    different = format_count(len(task.samples), "prompt")
+    notes = [f"{different} with different answers; {task.identical_answers:,} with equal ones"]
     notes += [
-        f"only {side.name} has {side.unmatched:,} of its {side.answers:,} prompts; they are left out"
+        f"left out: {format_count(side.unmatched, 'prompt')} of {side.answers:,} that only {side.name} has"
         for side in task.sides
         if side.unmatched
     ]
@@ -184,7 +190,7 @@ def open_task(project: Project, names: tuple[str, str], prompts: Path | None = N
     differing = [key for key in shared if differ(first.prompts[key].answer, second.prompts[key].answer)]
     if not differing:
         raise DataError(
-            f"{names[0]} and {names[1]} give equal answers to all {len(shared):,} prompts: nothing to judge"
+            f"{names[0]} and {names[1]} give equal answers to every prompt ({len(shared):,}): nothing to judge"
         )
     samples = make_samples(
         (first.digest, second.digest),

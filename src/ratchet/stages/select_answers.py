@@ -18,6 +18,7 @@ from ratchet.inference.spec import GenerationCard
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
+from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path, is_output_current, read_card, write_output
 from ratchet.storage.records.base import Record
@@ -86,8 +87,8 @@ def select(
             raise SettingsError(f"{double.path.name}: another output is of the same generation; name one of them")
         for source in outputs:
             on_progress(
-                f"{source.path.name}: {source.card.answers:,} answers to {source.card.prompts:,} prompts by "
-                f"{source.card.model_name}"
+                f"{source.path.name}: {format_count(source.card.answers, 'answer')} to "
+                f"{format_count(source.card.prompts, 'prompt')} by {source.card.model_name}"
             )
         judge = _connect_judge(layout, settings) if pairs_by == "judge" else None
         spec = SelectionSpec(
@@ -208,9 +209,11 @@ def format_filters(card: SelectionCard) -> Iterator[str]:
             "fewer than two different answers": found.single_prompts, "equal scores": found.equal_prompts,
             "differences below select.pairs.min_difference": found.close_prompts,
         }  # fmt: skip
-        yield from (f"  no pair for {count:,} prompts: {reason}" for reason, count in reasons.items() if count)
+        yield from (
+            f"  no pair for {format_count(count, 'prompt')}: {reason}" for reason, count in reasons.items() if count
+        )
         if found.duplicates:
-            yield f"  {found.duplicates:,} pairs are like earlier ones and left out"
+            yield f"  left out: {format_count(found.duplicates, 'pair')} like earlier ones"
     for tally in card.filters:
         if tally.dropped:
             examples = f" ({'; '.join(tally.examples[:2])})" if tally.examples else ""

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ratchet.config.machine import Machine
-from ratchet.errors import InterruptedRunError, LockHeldError, SettingsError
+from ratchet.config.settings import Settings
+from ratchet.errors import InputError, InterruptedRunError, LockHeldError, SettingsError
 from ratchet.reports import dvc_files, plots
 from ratchet.reports.training_page import format_profile, write_train_page
 from ratchet.runs import status
@@ -76,7 +77,7 @@ def train(
     layout, settings = project.layout, pin_champion(project.layout, project.settings)
     require_extras(settings)
     launch, spec = build_launch(layout, settings), build_run_spec(layout, settings)
-    is_output = pipeline is None or build_run_spec(layout, pin_champion(layout, pipeline.settings, False)) == spec
+    is_output = pipeline is None or _is_run_of(layout, pipeline.settings, spec)
     with project.lock("train") if is_output else nullcontext():
         run = _open_run(layout, spec)
         try:
@@ -96,6 +97,14 @@ def train(
             run.close()
     report = TrainReport.load(run.paths.result / layout.train_report.name)
     return TrainResult(report=report, was_trained_before=was_trained_before, page=run.paths.page, is_output=is_output)
+
+
+def _is_run_of(layout: ProjectLayout, settings: Settings, spec: RunSpec) -> bool:
+    """Return whether settings define this run."""
+    try:
+        return build_run_spec(layout, pin_champion(layout, settings, records=False)) == spec
+    except InputError:  # they define no run yet, such as one that starts from the champion of a project without one
+        return False
 
 
 def _open_run(layout: ProjectLayout, spec: RunSpec) -> RunDirectory:
@@ -201,5 +210,7 @@ def write_page(paths: RunPaths) -> None:
     analysis = AdapterAnalysis.load(paths.result / "analysis.json")
     forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
     measured = status.read_progress(paths).memory.peaks
-    loss = plots.build_loss_figure(paths.journal)
-    files.write_atomic(paths.page, write_train_page(report, analysis, forecast, measured, loss))
+    train = RunSpec.load(paths.spec).train
+    loss = plots.build_loss_figure(paths.journal, train)
+    page = write_train_page(report, analysis, forecast, measured, loss, train.loss_description)
+    files.write_atomic(paths.page, page)

@@ -14,15 +14,23 @@ NONE = "\u2013"
 
 ENDING = ".html"
 
-# Characters that are invisible, or change the reading direction of the rest of the page.
+# Characters that are invisible, or change the reading direction of the rest of the page. Joiners (200c, 200d) change
+# the look of emoji and of letters of some scripts, and are invisible next to other characters.
 _INVISIBLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164"
+    r"\ud800-\udfff\ufdd0-\ufdef\ufeff\uffa0\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
+    r"|(?<![\u0590-\u1fff\u2190-\U0010ffff])[\u200c\u200d]|[\u200c\u200d](?![\u0590-\u1fff\u2190-\U0010ffff])"
 )
 
 
 def escape_invisible(text: str) -> str:
-    """Replace characters that are invisible or change the reading direction by \\uXXXX."""
-    return _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\r\n", "\n"))
+    """Replace characters that are invisible or change the reading direction by \\uXXXX, above 0xffff by \\UXXXXXXXX."""
+
+    def escape(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+    return _INVISIBLE.sub(escape, text.replace("\r\n", "\n"))
 
 
 def format_percentage(part: float, whole: float) -> str:

@@ -49,7 +49,7 @@ class GpuThermometer:
             self.celsius = self._read()
         except Exception as error:  # torch has no common class for errors of NVML and of its AMD counterpart
             self._limit, self.is_hot = None, False
-            self._report(f"machine.max_gpu_celsius has no effect: the GPU does not tell its temperature ({error})")
+            self._report(f"machine.max_gpu_celsius has no effect: the temperature of the GPU cannot be read ({error})")
             return False
         self.is_hot = self.celsius > self._limit - (HYSTERESIS_CELSIUS if self.is_hot else 0)
         return self.is_hot

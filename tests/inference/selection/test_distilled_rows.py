@@ -18,7 +18,9 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SPLITS
+from ratchet.errors import DataError
 from ratchet.stages import base
+from ratchet.stages.init import init
 from ratchet.stages.prepare import prepare
 from ratchet.stages.project import Project
 from ratchet.stages.select_answers import select
@@ -108,6 +110,8 @@ def test_a_distilled_row_of_a_held_out_prompt_is_dropped_and_the_card_names_the_
     page = layout.dataset_page.read_text(encoding="utf-8")
     assert "models/a (merged aaaaaaaaaaaa)" in page
     assert f"{distilled} training rows" in page
+    with pytest.raises(DataError, match=r"distilled\.jsonl: the rows are answers that `ratchet select` selected"):
+        init(layout.root / "own", layout.root / DISTILLED)
 
 
 @pytest.mark.parametrize(

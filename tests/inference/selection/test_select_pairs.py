@@ -1,6 +1,7 @@
 """Tests `ratchet select --pairs`: which answers become pairs, what is counted, and how stage prepare reads them."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SPLITS
-from ratchet.stages import base
+from ratchet.errors import DamagedFileError
+from ratchet.stages import base, init
 from ratchet.stages.prepare import prepare
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
@@ -88,7 +90,7 @@ def test_right_answers_are_chosen_and_prompts_without_a_difference_counted(
     assert {one.name: one.dropped for one in card.filters if one.dropped} == {"not_selected": 12}
     printed = capsys.readouterr().out
     assert "2 pairs of 16 answers, for 2 of 4 prompts" in printed
-    assert "no pair for 1 prompts: equal scores" in printed
+    assert "no pair for 1 prompt: equal scores" in printed
     row = json.loads(target.read_bytes().splitlines()[0])
     assert row["prompt"] == [{"role": "user", "content": "what is 0 + 0"}]
     origin = row["provenance"]
@@ -189,7 +191,7 @@ def test_prompts_without_a_reference_have_no_pair_by_reference(
 
 
 def test_prepare_reads_pairs_and_holds_some_out_if_no_other_source_has_pairs(
-    layout: ProjectLayout, target: Path, generated: Callable[..., Path], model: Path
+    layout: ProjectLayout, target: Path, generated: Callable[..., Path], model: Path, tmp_path: Path
 ) -> None:
     def talk_of(n: int) -> list[dict[str, str]]:
         texts = {"system": "Add.", "user": f"{n} + {n}", "assistant": str(2 * n)}
@@ -226,6 +228,13 @@ def test_prepare_reads_pairs_and_holds_some_out_if_no_other_source_has_pairs(
     provenance = card.source_cards["data/raw/pairs.jsonl"].teacher_provenance
     assert provenance is not None
     assert (provenance.answers, provenance.rows) == (320, 80)
+
+    assert init.init(tmp_path / "own", target).objective == "dpo"
+    assert (tmp_path / "own" / "data" / "raw" / card_path(target).name).read_bytes() == card_path(target).read_bytes()
+    target.write_text(target.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    with pytest.raises(DamagedFileError, match=f"^{re.escape(str(target))}: the file changed since"):
+        init.init(tmp_path / "changed", target)
+    target.write_text(target.read_text(encoding="utf-8")[:-1], encoding="utf-8")
 
     made.write_lines(
         layout.raw / "people.jsonl",

@@ -177,4 +177,4 @@ def test_card_says_what_was_tested_and_what_was_not(tmp_path: Path) -> None:
     assert cells(coverage, r"safety/refused\_unsafe") == [r"safety/refused\_unsafe", "0.98", "0.9 to 1", "50", ""]
     assert "| accuracy" not in coverage
     assert coverage.count("Difference between groups") == 1 and r"C minus A\|B +0.500 (+0.200 to +0.800" in coverage
-    assert "3 training rows were too short" in coverage
+    assert "Training rows that were too short to be tested for memorization: 3." in coverage

@@ -89,13 +89,13 @@ def describe_coverage(evaluation: EvaluationReport | None, role: ModelRole) -> I
     names = sorted(name for name in evaluation.scores[role].metrics if name.startswith(SAFETY_PREFIX))
     yield from (*format_metrics(evaluation, role, names), "")
     if safety.untestable_rows:
-        yield f"{safety.untestable_rows:,} training rows were too short to be tested for memorization."
+        yield f"Training rows that were too short to be tested for memorization: {safety.untestable_rows:,}."
     found = [one for one in safety.differences.get(role, ()) if one.is_significant]
     for one in found:
         yield (
             f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "
             f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, "
-            f"{one.templates} templates)"
+            f"{html.format_count(one.templates, 'template')})"
         )
     yield from ([""] if safety.untestable_rows or found else [])
 

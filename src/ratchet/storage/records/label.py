@@ -121,7 +121,7 @@ class LabelReport(Record):
     """LLM judges of the same answers; empty unless both sides are models of the evaluation."""
 
 
-class PairsReport(Record):
+class LabelPairsReport(Record):
     """Result of `ratchet label --pairs`: preference pairs from judgements."""
 
     output: str

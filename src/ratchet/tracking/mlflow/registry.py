@@ -14,7 +14,7 @@ complete yet.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ratchet.errors import ChampionError
 from ratchet.registry.model_store import KIND
 from ratchet.registry.promotion import EVENT, promotion_tags
 from ratchet.storage.layout import ProjectLayout
-from ratchet.storage.records.gate import Promotion
+from ratchet.storage.records.gate import Champion, Promotion
 from ratchet.tracking.mlflow import model_files, run_logger
 from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
 from ratchet.tracking.mlflow.model_files import DIGEST_TAG
@@ -309,3 +309,17 @@ class MlflowModelRegistry:
             return None
         runs = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)
         return str(runs[0].info.run_id) if runs else None
+
+
+def fetch_missing_models(layout: ProjectLayout, settings: Settings, champions: Iterable[Champion]) -> None:
+    """Fetch promoted models that this machine lacks from the server. No effect without a server.
+
+    Raises:
+        ChampionError: a model is not registered on the server.
+        DamagedFileError: the server has other bytes than the model's manifest.
+    """
+    missing = {c.model_digest for c in champions if not layout.promoted_model(c.model_digest).is_dir()}
+    if missing:
+        registry = MlflowModelRegistry.open(layout, settings)
+        for model_digest in sorted(missing):
+            registry.fetch_model(model_digest)

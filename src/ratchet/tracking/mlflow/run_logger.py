@@ -18,6 +18,7 @@ from typing import Any
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
+from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError
 from ratchet.runs import status as run_status
 from ratchet.runs.callbacks import Status
@@ -67,7 +68,7 @@ NAME_CHARACTERS = 400
 """Maximum number of characters of a dataset's name."""
 SETTINGS = "settings.yaml"
 
-Draw = Callable[[Path, Path], None]
+Draw = Callable[[Path, Path, Train], None]
 """Draws a journal (first argument) into a PNG file (second)."""
 
 
@@ -411,7 +412,7 @@ class MlflowRunCallback:
         ]
         with tempfile.TemporaryDirectory() as scratch:
             image, settings = Path(scratch) / "loss.html", Path(scratch) / SETTINGS
-            self._draw(self._paths.journal, image)
+            self._draw(self._paths.journal, image, self._settings.train)
             settings.write_text(params_file.dump(self._settings), encoding="utf-8")
             artifacts += [(image, "plots"), (settings, None)]
             log = partial(client.log_artifact, self._mlflow_id)
