@@ -7,47 +7,47 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DamagedFileError
-from ratchet.quality_gate import evidence
+from ratchet.quality_gate import test_sets
 from ratchet.storage.layout import ProjectLayout
 
 
 def test_a_model_counts_once_for_each_gate_set(project: ProjectLayout) -> None:
-    assert evidence.count_models(project, "set", "a") == 1  # the model itself counts before its use is recorded
+    assert test_sets.count_models(project, "set", "a") == 1  # the model itself counts before its use is recorded
     for test_set_digest, model in (("set", "a"), ("set", "b"), ("other", "a"), ("set", "a")):
-        evidence.record_test_set_use(project, test_set_digest, model, f"run-{model}")
-    assert [(one.test_set_digest, one.model) for one in evidence.read_test_set_uses(project)] == [
+        test_sets.record_test_set_use(project, test_set_digest, model, f"run-{model}")
+    assert [(one.test_set_digest, one.model) for one in test_sets.read_test_set_uses(project)] == [
         ("set", "a"), ("set", "b"), ("other", "a")
     ]  # fmt: skip
-    assert [evidence.count_models(project, "set", model) for model in ("a", "b", "c")] == [2, 2, 3]
-    assert evidence.count_models(project, "other", "a") == 1
+    assert [test_sets.count_models(project, "set", model) for model in ("a", "b", "c")] == [2, 2, 3]
+    assert test_sets.count_models(project, "other", "a") == 1
 
 
 def test_a_second_note_changes_no_byte_and_lines_that_git_merged_twice_count_once(project: ProjectLayout) -> None:
-    evidence.record_test_set_use(project, "set", "a", "run-a")
+    test_sets.record_test_set_use(project, "set", "a", "run-a")
     before = project.test_set_uses.read_bytes()
-    evidence.record_test_set_use(project, "set", "a", "run-z")
+    test_sets.record_test_set_use(project, "set", "a", "run-z")
     assert project.test_set_uses.read_bytes() == before
     assert json.loads(before) == {"test_set_digest": "set", "model": "a", "run_id": "run-a"}
     project.test_set_uses.write_bytes(2 * before)
-    assert evidence.count_models(project, "set", "b") == 2
+    assert test_sets.count_models(project, "set", "b") == 2
 
 
 @pytest.mark.parametrize("line", ["<<<<<<< HEAD", "{}", '{"test_set_digest": "set"}', "null", "\x00"])
 def test_a_damaged_line_is_named_and_nothing_is_written(project: ProjectLayout, line: str) -> None:
-    evidence.record_test_set_use(project, "set", "a", "run-a")
+    test_sets.record_test_set_use(project, "set", "a", "run-a")
     with project.test_set_uses.open("a") as stream:
         stream.write(f"{line}\n")
     before = project.test_set_uses.read_bytes()
     with pytest.raises(DamagedFileError, match=r"test_set_uses\.jsonl:2: not a test set use"):
-        evidence.count_models(project, "set", "a")
+        test_sets.count_models(project, "set", "a")
     with pytest.raises(DamagedFileError, match=r"test_set_uses\.jsonl:2"):
-        evidence.record_test_set_use(project, "set", "b", "run-b")
+        test_sets.record_test_set_use(project, "set", "b", "run-b")
     assert project.test_set_uses.read_bytes() == before
 
 
 def _note_some(root: Path, worker: int) -> None:
     for k in range(5):
-        evidence.record_test_set_use(ProjectLayout(root), "set", f"model-{worker}-{k}", "run")
+        test_sets.record_test_set_use(ProjectLayout(root), "set", f"model-{worker}-{k}", "run")
 
 
 def test_concurrent_processes_lose_no_line(project: ProjectLayout) -> None:
@@ -58,4 +58,4 @@ def test_concurrent_processes_lose_no_line(project: ProjectLayout) -> None:
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert evidence.count_models(project, "set", "model-0-0") == 15
+    assert test_sets.count_models(project, "set", "model-0-0") == 15

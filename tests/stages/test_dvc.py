@@ -15,7 +15,7 @@ import yaml
 import machines
 import tiny_project
 from ratchet.evaluation.metrics import CalibrationBin, ConfusionMatrix
-from ratchet.quality_gate import evidence
+from ratchet.quality_gate import test_sets
 from ratchet.reports import dvc_files
 from ratchet.runs.directory import RunDirectory, RunSpec
 from ratchet.runs.journal import Journal
@@ -216,16 +216,16 @@ def test_test_rows_that_experiments_used_count_in_the_project_and_in_other_exper
     workspace: ProjectLayout, tmp_path: Path
 ) -> None:
     project = ProjectLayout(tmp_path / "repository" / "models" / "support")
-    evidence.record_test_set_use(project, "set", "a", "run-a")
-    evidence.record_test_set_use(workspace, "set", "b", "run-b")
+    test_sets.record_test_set_use(project, "set", "a", "run-a")
+    test_sets.record_test_set_use(workspace, "set", "b", "run-b")
     shutil.rmtree(workspace.root)  # as DVC does
     (tmp_path / "repository" / EXPERIMENT_WORKSPACES / "tmp2" / ".dvc").mkdir(parents=True)
     other = ProjectLayout(tmp_path / "repository" / EXPERIMENT_WORKSPACES / "tmp2" / "models" / "support")
-    assert evidence.count_models(other, "set", "c") == 2, "b and c: the file of the project is in git, here without it"
-    assert evidence.count_models(project, "set", "c") == 3
-    evidence.record_test_set_use(project, "set", "c", "run-c")
+    assert test_sets.count_models(other, "set", "c") == 2, "b and c: the file of the project is in git, here without it"
+    assert test_sets.count_models(project, "set", "c") == 3
+    test_sets.record_test_set_use(project, "set", "c", "run-c")
     project.experiment_uses.unlink()
-    assert [use.model for use in evidence.read_test_set_uses(project)] == ["a", "b", "c"]
+    assert [use.model for use in test_sets.read_test_set_uses(project)] == ["a", "b", "c"]
 
 
 def test_an_experiment_waits_for_a_run_that_another_one_trains(

@@ -17,6 +17,7 @@ from ratchet.config.gate import AtLeastRule, Gate, MustImproveRule, MustNotRegre
 from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_GATE, EXIT_OK, DamagedFileError, DataError, GateError
 from ratchet.quality_gate import evidence as reading
+from ratchet.quality_gate import test_sets
 from ratchet.quality_gate.decision import decide_verdict
 from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.quality_gate.rules import describe_verdict
@@ -107,7 +108,7 @@ def test_the_stage_succeeds_when_the_verdict_is_reject(evaluated: ProjectLayout)
 
 def test_test_set_uses_are_counted_against_the_limit(evaluated: ProjectLayout) -> None:
     for k in range(50):
-        reading.record_test_set_use(evaluated, "9" * 64, f"model {k}", "run")
+        test_sets.record_test_set_use(evaluated, "9" * 64, f"model {k}", "run")
     assert describe_verdict(gate(Project.from_parts(evaluated, SETTINGS))).startswith("HOLD: ")
     verdict = Verdict.load(evaluated.verdict)
     assert (verdict.test_set_uses, verdict.reasons[-1].rule) == (51, "test_set_uses")

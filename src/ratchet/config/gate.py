@@ -170,6 +170,9 @@ Rule = Annotated[
 class Gate(Section):
     """The rules that a model must pass before it may be promoted."""
 
+    test: Literal["fixed", "sequential"] = "fixed"
+    """fixed: one look at a number of rows that was chosen before; the most powerful test. sequential: valid however
+    often anyone looks, and when rows are added after a HOLD; later models on the same rows need stronger evidence."""
     confidence: Confidence = 0.95
     """One-sided confidence of every comparison."""
     power: Share = 0.8

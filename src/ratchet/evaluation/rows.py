@@ -15,7 +15,7 @@ from ratchet.data.sources import require_watched_path
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import base_model
-from ratchet.storage import digests, files
+from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.evaluation import EvaluatedRow
@@ -199,12 +199,6 @@ def encode_labels(
             answers.append(encoded.input_ids[len(prompt) : last + 1])
         answers_of_rows.append(answers)
     return answers_of_rows[0] if answers_of_rows[0] == answers_of_rows[1] else None
-
-
-def compute_test_set_digest(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
-    """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
-    tasks = {name: sorted(document_ids) for name, document_ids in documents.items()}
-    return digests.hash_json({"rows": sorted(ids), "tasks": tasks})
 
 
 # General text.

@@ -50,7 +50,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
                 reason.model_copy(update={"text": reason.text + note}) if HUMAN_PREFERENCE in reason.metric else reason
                 for reason in reasons
             )
-        if evidence.test_set_uses > gate.max_test_set_uses:
+        if gate.test == "fixed" and evidence.test_set_uses > gate.max_test_set_uses:
             text = (
                 f"{evidence.test_set_uses} models were evaluated on these test rows, more than gate.max_test_set_uses "
                 f"= {gate.max_test_set_uses}: the best of so many models looks better than it is. Draw new test rows "
@@ -71,6 +71,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         max_test_set_uses=gate.max_test_set_uses,
         rules=rules_digest(gate),
         earlier_decisions=evidence.earlier_decisions,
+        budget_share=evidence.budget.share if evidence.budget else None,
     )
 
 

@@ -1,15 +1,12 @@
-"""Reads the evidence for the gate, pairs the scores that a rule compares, and records each use of a test set.
+"""Reads the evidence for the gate, and pairs the scores that a rule compares.
 
 The evidence is read from a project once: reports, per-sample scores, champion, test set uses and noise. If two scores
 cannot be compared, IncomparableError explains why.
 
-Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
-points better than it is. So every evaluated model is counted, and the gate decides HOLD above gate.max_test_set_uses.
-For the same reason a test set must not share rows or tasks with a set by which models are selected (sweeps,
-validation).
+A test set must not share rows or tasks with a set by which models are selected (sweeps, validation), because the model
+that was chosen by a row looks better on this row than it is.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +17,12 @@ from ratchet.config.evaluate import ModelFormat
 from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule, Reference
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, first_line
+from ratchet.quality_gate import test_sets
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE, HumanPreference, measure_preference, read_judgements
 from ratchet.quality_gate.paired_test import MAX_NATS, PairedScores
+from ratchet.quality_gate.test_sets import Budget, TestSet
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
-from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import (
@@ -44,8 +42,6 @@ from ratchet.storage.records.gate import (
     ChampionFile,
     Decision,
     Outcome,
-    TestSetUse,
-    Verdict,
     read_champion,
 )
 
@@ -103,6 +99,10 @@ class GateEvidence:
     """Id of the first sample that occurs twice in the scores, by model and metric. Empty for a sound evaluation."""
     human_preferences: Mapping[ModelRole, HumanPreference] = field(default_factory=dict)
     """Preference of people between the candidate and each reference; empty unless a rule uses it."""
+    test_set: TestSet | None = None
+    """Rows and documents in the order of sequential tests; None if they are not recorded, or for fixed tests."""
+    budget: Budget | None = None
+    """Number of earlier models on the test set; None for fixed tests."""
     damaged_judgements: int = 0
     """Number of lines of experiments/judgements.jsonl that cannot be read; 0 unless a rule uses them."""
 
@@ -125,8 +125,8 @@ def list_candidate_roles(report: EvaluationReport, model_formats: Sequence[Model
 
 
 def rules_digest(gate: Gate) -> str:
-    """Return the digest of section gate of params.yaml."""
-    return digests.hash_json(gate.model_dump(mode="json"))
+    """Return the digest of section gate of params.yaml. Settings that came later are left out at their default."""
+    return digests.hash_json(gate.model_dump(mode="json", exclude={"test"} if gate.test == "fixed" else None))
 
 
 def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digests: Mapping[str, str]) -> GateEvidence:
@@ -156,7 +156,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         files.verify_sealed(layout.noise, "noise")
         noise = EvaluationNoise.load(path)
         noise_samples = {name: read_samples(layout.noise / file)[0] for name, file in noise.samples.items()}
-    rules = rules_digest(settings.gate)
+    rules, is_sequential = rules_digest(settings.gate), settings.gate.test == "sequential"
     rows = read_rows(layout)
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have used these rows for model selection since the evaluation counted the overlaps.
@@ -168,18 +168,20 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         champion=read_champion(layout.champion),
         samples=samples,
         groups={row.id: row.group for row in rows},
-        test_set_uses=count_models(layout, report.test_set_digest, report.adapter_digest),
+        test_set_uses=test_sets.count_models(layout, report.test_set_digest, report.adapter_digest),
         noise=noise,
         noise_samples=noise_samples,
         current_task_digests=current_task_digests,
         model_formats=settings.evaluate.formats,
         earlier_decisions=tuple(
             use.decision
-            for use in read_test_set_uses(layout)
+            for use in test_sets.read_test_set_uses(layout)
             if (use.test_set_digest, use.model) == (report.test_set_digest, report.adapter_digest)
             and use.decision
             and use.rules != rules
         ),
+        test_set=test_sets.read_test_set(layout, report.test_set_digest) if is_sequential else None,
+        budget=test_sets.read_budget(layout, report.test_set_digest, report.adapter_digest) if is_sequential else None,
         duplicate_samples=duplicate_samples,
         human_preferences=human_preferences,
         damaged_judgements=damaged_judgements,
@@ -416,12 +418,19 @@ def compute_difference(pairs: PairedScores) -> float:
     return sign * (new - old) / len(pairs.new)
 
 
-def build_pairs(metric: MetricValue, new: Samples, old: Samples, groups: Mapping[str, str | None]) -> PairedScores:
+Places = Mapping[str, tuple[int, int]]
+"""Addition and place in the order of the test set of each sample, by id. Empty for a fixed test."""
+
+
+def build_pairs(
+    metric: MetricValue, new: Samples, old: Samples, groups: Mapping[str, str | None], places: Places | None = None
+) -> PairedScores:
     """Build the input of a paired test from two models' scores of the same samples.
 
-    The pairs are sorted by id, because the order of samples in a file has no meaning.
+    The pairs are in the order of `places`, for a sequential test. Otherwise they are sorted by id: the order of samples
+    in a file has no meaning.
     """
-    ids = sorted(new)
+    ids = sorted(new, key=lambda id: places[id][1]) if places else sorted(new)
     is_perplexity = metric.kind == "perplexity"
     sample_groups = [groups.get(id) for id in ids]
     return PairedScores(
@@ -431,7 +440,22 @@ def build_pairs(metric: MetricValue, new: Samples, old: Samples, groups: Mapping
         kind="perplexity" if is_perplexity else "mean",
         weights=[new[id].weight for id in ids] if is_perplexity else None,
         groups=sample_groups if any(group is not None for group in sample_groups) else None,
+        additions=[places[id][0] for id in ids] if places else None,
     )
+
+
+def find_places(evidence: GateEvidence, name: str, samples: Samples) -> Places:
+    """Return the places of a metric's samples in the test set.
+
+    Empty if the test is fixed, or if they are not all test rows or documents of the metric's task.
+    """
+    if evidence.test_set is None:
+        return {}
+    parts = name.split("/")
+    task = parts[1] if parts[0] == "harness" and len(parts) > 2 else test_sets.ROWS
+    places = {id: evidence.test_set.places.get((task, id)) for id in samples}
+    found = {id: place for id, place in places.items() if place is not None}
+    return found if len(found) == len(samples) else {}
 
 
 def _resolve_reference(evidence: GateEvidence, reference: Reference) -> ModelRole:
@@ -463,7 +487,7 @@ def _match_pair(evidence: GateEvidence, name: str, role: ModelRole, reference: M
             raise IncomparableError(
                 f"{name}: sample {id} has {tokens:g} tokens for {role} and {reference_tokens:g} for {reference}"
             )
-    return MatchedScores(role, metric, build_pairs(metric, new, old, evidence.groups))
+    return MatchedScores(role, metric, build_pairs(metric, new, old, evidence.groups, find_places(evidence, name, new)))
 
 
 def _list_scored_metrics(evidence: GateEvidence, role: ModelRole) -> str:
@@ -494,92 +518,7 @@ def _format_term(terms: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= MAX_TERM_CHARACTERS else f"{text[:MAX_TERM_CHARACTERS]}..."
 
 
-# Uses of a test set: the models that were evaluated and judged on it, and its overlaps with sets for model selection.
-
-
-def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
-    """Record that a model was evaluated on a test set. Recording the same use again changes nothing.
-
-    Args:
-        layout: The project.
-        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
-        model: Adapter digest.
-        run_id: Training run of the model.
-
-    Raises:
-        DamagedFileError: A line of the file is invalid; nothing is written.
-        LockHeldError: Another process held the lock of the file for LOCK_WAIT_S.
-    """
-    _append_use(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
-
-
-def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
-    """Record the rules and the decision of a verdict, so that a later change of a margin is visible.
-
-    Raises the same errors as `record_test_set_use`.
-    """
-    use = TestSetUse(
-        test_set_digest=verdict.test_set_digest,
-        model=verdict.adapter_digest,
-        run_id=verdict.run_id,
-        rules=verdict.rules,
-        decision=verdict.decision,
-    )
-    _append_use(layout, use)
-
-
-def _append_use(layout: ProjectLayout, use: TestSetUse) -> None:
-    """Add the use to the file, and uses by experiments that the file lacks. All experiments share the lock."""
-
-    def key(use: TestSetUse) -> tuple[str, str, str | None, str | None]:
-        return use.test_set_digest, use.model, use.rules, use.decision
-
-    def add(path: Path, new: Sequence[TestSetUse]) -> None:
-        known = _read_uses(path)
-        known_keys = set(map(key, known))
-        missing = {key(entry): entry for entry in new if key(entry) not in known_keys}
-        if missing:
-            rows = (
-                entry.model_dump(mode="json", exclude={"format"}, exclude_none=True)
-                for entry in (*known, *missing.values())
-            )
-            files.write_atomic(path, "".join(map(base.to_json_line, rows)))
-
-    with FileLock(layout.test_set_uses_lock, f"{layout.test_set_uses}").acquire(LOCK_WAIT_S):
-        add(layout.test_set_uses, [*_read_uses(layout.experiment_uses), use])
-        if layout.is_temporary:
-            add(layout.experiment_uses, [use])
-
-
-def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
-    """Count the different models evaluated on this test set; `model` counts even if its use is not recorded."""
-    uses = read_test_set_uses(layout)
-    return len({use.model for use in uses if use.test_set_digest == test_set_digest} | {model})
-
-
-def read_test_set_uses(layout: ProjectLayout) -> list[TestSetUse]:
-    """Read all uses, those by experiments in temporary workspaces included.
-
-    Raises DamagedFileError with the number of an invalid line.
-    """
-    uses = _read_uses(layout.test_set_uses)
-    return [*uses, *(use for use in _read_uses(layout.experiment_uses) if use not in uses)]
-
-
-def _read_uses(path: Path) -> list[TestSetUse]:
-    """Read the uses in a file, oldest first; empty without a file."""
-    if not path.exists():
-        return []
-    uses = []
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            uses.append(TestSetUse.model_validate(json.loads(text)))
-        except ValueError:
-            raise DamagedFileError(
-                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
-                "restore the file from git, or remove this line"
-            ) from None
-    return uses
+# Overlaps of a test set with sets for model selection.
 
 
 def count_overlaps(

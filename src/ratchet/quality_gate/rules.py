@@ -22,7 +22,7 @@ from ratchet.config.gate import (
     Reference,
 )
 from ratchet.config.units import format_bytes
-from ratchet.quality_gate import evidence, paired_test, statistics
+from ratchet.quality_gate import evidence, paired_test, sequential_test, statistics
 from ratchet.quality_gate.evidence import (
     ROLE_OF_FORMAT,
     GateEvidence,
@@ -43,11 +43,6 @@ from ratchet.storage.records.gate import ModelComparison, Outcome, RuleResult, V
 REFERENCES: dict[Reference, str] = {"base": "the base", "champion": "the champion", "anchor": "the anchor"}
 OUTCOME_LABELS = {"pass": "pass", "fail": "FAIL", "undecided": "????", "invalid": "INVALID"}
 GENERAL_PERPLEXITY = "general_perplexity"
-MIN_SAMPLES = 20
-"""Minimum number of samples (or groups) that can decide about a mean of scores that are not binary. With fewer skewed
-scores, neither the bootstrap nor Student's t keeps its level (simulated: 7 % instead of 5 % even at 20, see
-paired_test.py)."""
-
 EXACT = "float32"
 """Type of merged weights for which every logit must be within max_logit_difference of the rule. In 16-bit types,
 rounding alone exceeds this limit, so such merges are judged by their divergence (max_kl of the rule)."""
@@ -68,6 +63,7 @@ class RuleContext:
             discordance=self.gate.expected_discordance,
             resamples=self.gate.resamples,
             seed=self.gate.seed,
+            budget_share=self.evidence.budget.share if self.evidence.budget else 1.0,
         )
 
 
@@ -87,7 +83,7 @@ def compare_matched(
     result = paired_test.compare(matched.pairs, bound, plan)
     required_samples = result.required_samples
     if result.detectable > abs(bound) > 0 and has_too_few_samples(result):
-        required_samples = max(required_samples or 0, MIN_SAMPLES)
+        required_samples = max(required_samples or 0, result.min_units)
     return ModelComparison(
         metric=name,
         against=against,
@@ -105,6 +101,8 @@ def compare_matched(
         detectable=result.detectable,
         required_samples=required_samples,
         method=result.method,
+        min_units=result.min_units,
+        is_sequential=result.is_sequential,
     )
 
 
@@ -115,7 +113,7 @@ def clear_required_samples(comparison: ModelComparison, outcome: Outcome) -> Mod
 
 def has_too_few_samples(comparison: PairedTestResult | ModelComparison) -> bool:
     """Return whether scores that are not binary have too few samples (or groups) for a reliable mean."""
-    return comparison.better is None and (comparison.groups or comparison.n) < MIN_SAMPLES
+    return (comparison.groups or comparison.n) < comparison.min_units
 
 
 # must_not_regress.
@@ -154,7 +152,8 @@ def apply_must_not_regress(context: RuleContext, rule: MustNotRegressRule) -> Ru
 def _non_inferiority_outcome(comparison: ModelComparison) -> Outcome:
     if comparison.high < comparison.bound:
         return "fail"
-    has_enough = comparison.detectable <= -comparison.bound and not has_too_few_samples(comparison)
+    is_powerful = comparison.is_sequential or comparison.detectable <= -comparison.bound
+    has_enough = is_powerful and not has_too_few_samples(comparison)
     return "pass" if comparison.low > comparison.bound and has_enough else "undecided"
 
 
@@ -168,13 +167,13 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
         change = format_change(comparison.detectable, metric)
         problem = f"{comparison.n} samples cannot detect a loss below {change}"
     elif has_too_few:
-        problem = f"fewer than {MIN_SAMPLES} samples are not reliable"
+        problem = f"fewer than {comparison.min_units} samples are not reliable"
     else:
         problem = "these samples cannot decide it"
     required = comparison.required_samples
     if required is None:
         required = count_samples_to_decide(comparison)
-    required = max(required or 0, MIN_SAMPLES if has_too_few else 0) or None
+    required = max(required or 0, comparison.min_units if has_too_few else 0) or None
     return f": {problem}; {_describe_required_samples(required, comparison)}"
 
 
@@ -211,19 +210,22 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
     plan = context.build_plan(rule.confidence)
     role = evidence.list_scored_roles(context.evidence)[0]
     metric, samples = evidence.select_scores(context.evidence, role, rule.metric)
-    pairs = pair_with_itself(context, metric, samples)
+    pairs = pair_with_itself(context, rule.metric, metric, samples)
+    price = sequential_test.PRICE if pairs.additions is not None else 1.0
     check_bound(rule.margin, "margin", metric, pairs)
     comparisons: tuple[ModelComparison, ...] = ()
     if is_binary(pairs):
         n = count_independent_samples(pairs)
-        detectable = statistics.detectable_difference(n, plan.discordance, plan.confidence, plan.power)
-        required_samples = statistics.required_pairs(rule.margin, plan.discordance, plan.confidence, plan.power)
+        detectable = statistics.detectable_difference(n / price, plan.discordance, plan.confidence, plan.power)
+        required_samples = math.ceil(
+            price * statistics.required_pairs(rule.margin, plan.discordance, plan.confidence, plan.power)
+        )
         has_enough = detectable <= rule.margin
     else:
         matched = evidence.match_scores(context.evidence, rule.metric, "base")
         against_base = compare_matched(matched, "base", rule.metric, -rule.margin, plan)
         n, detectable = len(pairs.new), against_base.detectable
-        required_samples = max(against_base.required_samples or 0, MIN_SAMPLES)
+        required_samples = max(against_base.required_samples or 0, against_base.min_units)
         has_enough, comparisons = detectable <= rule.margin and not has_too_few_samples(against_base), (against_base,)
     text = f"{rule.metric}: {reason}, so there is no comparison; "
     margin = format_change(rule.margin, metric)
@@ -242,9 +244,10 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
     )
 
 
-def pair_with_itself(context: RuleContext, metric: MetricValue, samples: Samples) -> PairedScores:
+def pair_with_itself(context: RuleContext, name: str, metric: MetricValue, samples: Samples) -> PairedScores:
     """Pair the samples of a model with themselves."""
-    return build_pairs(metric, samples, samples, context.evidence.groups)
+    places = evidence.find_places(context.evidence, name, samples)
+    return build_pairs(metric, samples, samples, context.evidence.groups, places)
 
 
 def is_binary(pairs: PairedScores) -> bool:
@@ -339,11 +342,12 @@ def _compare_claims(context: RuleContext, rule: MustImproveRule) -> list[Improve
 
 def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Sequence[ImprovementClaim]) -> RuleResult:
     """Pass if at least one metric is significantly better; fail if no upper bound exceeds the claimed improvement."""
-    alpha = 1 - (rule.confidence or context.gate.confidence)
+    plan = context.build_plan(rule.confidence)
     has_won, texts = False, []
     for metric, comparison in claims:
         adjusted = comparison.p_adjusted
         # A p-value that is NaN is not below alpha.
+        alpha = (1 - plan.confidence) * (plan.budget_share if comparison.is_sequential else 1.0)
         is_better = (comparison.p if adjusted is None else adjusted) < alpha
         has_won = has_won or (is_better and not has_too_few_samples(comparison))
         required = f"more than {format_change(rule.by, metric)} better" if rule.by else "better"
@@ -387,12 +391,12 @@ def _compare_with_value(
 ) -> _ThresholdComparison:
     """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant."""
     metric, samples = evidence.select_scores(context.evidence, role, name)
-    pairs = pair_with_itself(context, metric, samples)
+    pairs = pair_with_itself(context, name, metric, samples)
     if is_share(metric) and not 0 <= value <= 1:
         raise IncomparableError(f"{name} is a proportion: found {value:g}, expected 0 to 1; write 0.9 for 90 %")
     if metric.kind == "perplexity" and value <= 0:
         raise IncomparableError(f"{name} is a perplexity: found {value:g}, expected a positive number")
-    if is_binary(pairs) and metric.better == "higher":
+    if is_binary(pairs) and metric.better == "higher" and pairs.additions is None:
         n = count_independent_samples(pairs)
         low, high = statistics.wilson_bounds(math.fsum(pairs.new) / len(pairs.new) * n, n, plan.confidence)
         differences = (low - value, high - value)
@@ -403,7 +407,7 @@ def _compare_with_value(
             if pairs.weights
             else [value] * len(pairs.new)
         )
-        against = PairedScores(pairs.new, constant, pairs.better, pairs.kind, pairs.weights, pairs.groups)
+        against = replace(pairs, old=constant)
         result = paired_test.compare(against, 0.0, plan)
         differences = (result.low, result.high)
         if has_too_few_samples(result):

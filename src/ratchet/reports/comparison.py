@@ -9,7 +9,7 @@ from typing import Any
 from ratchet.config.gate import Gate
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.inference.model_reference import find_promoted_versions
-from ratchet.quality_gate import evidence, finalists, paired_test, statistics
+from ratchet.quality_gate import evidence, finalists, paired_test, statistics, test_sets
 from ratchet.quality_gate.evidence import Samples, read_rows, read_samples
 from ratchet.quality_gate.finalists import FinalistComparator, FinalistScores
 from ratchet.quality_gate.paired_test import PairedTestPlan
@@ -661,7 +661,7 @@ def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIn
         is_anchor = file.anchor is not None and file.anchor.version == number
         titles = [title for title, applies in (("champion", is_champion), ("anchor", is_anchor)) if applies]
         descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
-    decisions = [use.decision for use in evidence.read_test_set_uses(layout) if use.run_id == run_id and use.decision]
+    decisions = [use.decision for use in test_sets.read_test_set_uses(layout) if use.run_id == run_id and use.decision]
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
 
 

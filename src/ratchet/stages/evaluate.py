@@ -28,7 +28,7 @@ from ratchet.evaluation.model_loader import EvaluationBatchSize, EvaluationModel
 from ratchet.evaluation.perturbations import PARAPHRASE
 from ratchet.evaluation.rows import TestRows
 from ratchet.models import base_model, loading, oom, quantization_error
-from ratchet.quality_gate import evidence
+from ratchet.quality_gate import evidence, test_sets
 from ratchet.registry import model_store
 from ratchet.reports import dvc_files, plots
 from ratchet.stages.callbacks import log_answers, log_stage
@@ -112,8 +112,8 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         lines = {safety_file(role): part for role, part in safety_lines.items()}
         lines |= {judge_file(role): part for role, part in judge_lines.items()}
         write_report(layout.evaluate, report, results, test, settings, lines)
-        evidence.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
-        uses = evidence.count_models(layout, report.test_set_digest, report.adapter_digest)
+        test_sets.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
+        uses = test_sets.count_models(layout, report.test_set_digest, report.adapter_digest)
         _log_to_mlflow(layout, settings, report)
         return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=settings.gate.max_test_set_uses)
 
@@ -286,6 +286,9 @@ def _build_report(
         notes.append(
             "this adapter was not exported yet; the gate requires an export and an evaluation after it: `dvc repro`"
         )
+    ids = {test_sets.ROWS: list(test.ids)} | document_ids
+    if note := test_sets.register_test_set(loader.layout, ids):
+        notes.append(note)
     validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(loader.layout))
     champion, anchor = loader.opponents.get("champion"), loader.opponents.get("anchor")
     return EvaluationReport(
@@ -296,7 +299,7 @@ def _build_report(
         model_digest=loader.model_digest,
         champion_digest=champion.champion.model_digest if champion else None,
         anchor_digest=anchor.champion.model_digest if anchor else None,
-        test_set_digest=rows.compute_test_set_digest(test.ids, document_ids),
+        test_set_digest=test_sets.compute_digest(ids),
         contracts=contracts,
         scores={role: summarize_scores(role, result) for role, result in results.items()},
         costs={role: result.cost for role, result in results.items() if result.cost},

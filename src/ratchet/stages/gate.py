@@ -10,9 +10,9 @@ from typing import Any
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DataError, GateError
-from ratchet.quality_gate import decision
+from ratchet.quality_gate import decision, test_sets
 from ratchet.quality_gate.decision import MetricNoise, confirm_verdict, decide_verdict
-from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, read_rows, record_verdict
+from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, read_rows
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -56,7 +56,7 @@ def gate(project: Project) -> Verdict:
         with files.sealed_directory(layout.gate, "gate") as scratch:
             verdict.save(scratch / layout.verdict.name)
             dvc_files.write_metrics(scratch, {"decision": verdict.decision})
-        record_verdict(layout, verdict)
+        test_sets.record_verdict(layout, verdict)
         rows = read_rows(layout)
         answers, documents = _read_answers(layout, evidence.report), _read_documents(layout, evidence.report)
         verdict_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)

@@ -1,7 +1,7 @@
 """Records of the gate and of promotion: verdict, champion, promotion ledger, uses of test sets."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ratchet.storage.records.base import Record
 
@@ -41,7 +41,11 @@ class ModelComparison(Record):
     required_samples: int | None = None
     """Number of samples required to decide; None if the present samples suffice."""
     method: str
-    """Statistical method, e.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`."""
+    """Statistical method, e.g. `Tango score interval`, `McNemar mid-p`, `paired BCa bootstrap`, `betting`."""
+    min_units: int = 0
+    """Number of samples (or groups) from which this method may decide."""
+    is_sequential: bool = False
+    """Whether bounds and p-value hold however often anyone looks, and when rows are added."""
 
 
 class RuleResult(Record):
@@ -75,6 +79,9 @@ class Verdict(Record):
     """Digest of the settings (section gate) that judged the model."""
     earlier_decisions: tuple[Decision, ...] = ()
     """Earlier decisions about this model on these samples, under different rules."""
+    budget_share: float | None = None
+    """Share of 1 - confidence at which a sequential test may promote this model, because earlier models were tested on
+    these samples; None for fixed tests."""
 
 
 class ForcedPromotion(Record):
@@ -158,6 +165,20 @@ class TestSetUse(Record):
     rules: str | None = None
     """Digest of the settings (section gate) that judged the model; None if the model was only evaluated."""
     decision: Decision | None = None
+
+
+class TestSetRows(Record):
+    """Rows of a test set: a line of experiments/test_set_uses.jsonl for a new test set, or for rows added to one."""
+
+    __test__: ClassVar[bool] = False
+    digest: str
+    """Digest of all rows and documents of the test set from now on."""
+    previous: str | None = None
+    """Digest before these rows were added; None for a new test set."""
+    rows: tuple[str, ...]
+    """Ids of the added test rows."""
+    tasks: dict[str, tuple[str, ...]]
+    """Ids of the added documents, by harness task."""
 
 
 def read_champion(path: Path) -> ChampionFile:

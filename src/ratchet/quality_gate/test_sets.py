@@ -1,0 +1,271 @@
+"""Records in experiments/test_set_uses.jsonl how test sets grow, and which models were evaluated and judged on them.
+
+Choosing among many models by the same test rows overfits to these rows: the best of 30 models on 300 rows looks some
+points better than it is. So every evaluated model is counted. A test set that grows stays the same test set: its
+earlier rows come first, in the order that was fixed when they were added, and models evaluated on them still count. If
+rows are missing or replaced, it is another test set.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ratchet.errors import DamagedFileError
+from ratchet.quality_gate.statistics import share_of_budget
+from ratchet.storage import digests, files
+from ratchet.storage.files import FileLock
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records import base
+from ratchet.storage.records.gate import TestSetRows, TestSetUse, Verdict
+
+LOCK_WAIT_S = 60.0
+"""Maximum wait for the lock of the file."""
+
+Line = TestSetUse | TestSetRows
+Ids = Mapping[str, Sequence[str]]
+"""Ids of samples by harness task; those of the test rows are under ROWS."""
+ROWS = ""
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """A test set as it is now: its additions, oldest first."""
+
+    __test__ = False
+    additions: tuple[TestSetRows, ...]
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Digests of this test set, now and when it was smaller."""
+        return frozenset(addition.digest for addition in self.additions)
+
+    @cached_property
+    def places(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Number of the addition and place in the order of the test set, by task (or ROWS) and id of a sample."""
+        keys = [(number, key) for number, addition in enumerate(self.additions) for key in _order(addition)]
+        return {key: (number, place) for place, (number, key) in enumerate(keys)}
+
+    def ids(self) -> dict[str, list[str]]:
+        """Return the ids of all samples, by task."""
+        ids: dict[str, list[str]] = {}
+        for addition in self.additions:
+            for task, added in ({ROWS: addition.rows} | dict(addition.tasks)).items():
+                ids.setdefault(task, []).extend(added)
+        return ids
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Number of earlier models on a test set, on which the evidence that this model requires depends."""
+
+    number: int
+    """Number of the model among those evaluated on the test set, from 1."""
+    promoted: int
+    """Number of earlier models with the decision PROMOTE."""
+
+    @property
+    def share(self) -> float:
+        """Share of 1 - confidence at which this model is tested (`statistics.share_of_budget`)."""
+        return share_of_budget(self.number, self.promoted)
+
+
+def _order(addition: TestSetRows) -> list[tuple[str, str]]:
+    """Return the keys of added samples in an order that only their ids and the digest of the test set give."""
+    keys = [(ROWS, id) for id in addition.rows]
+    keys += [(task, id) for task, ids in addition.tasks.items() for id in ids]
+    return sorted(keys, key=lambda key: digests.hash_json([addition.digest, *key]))
+
+
+def compute_digest(ids: Ids) -> str:
+    """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
+    tasks = {task: sorted(found) for task, found in ids.items() if task != ROWS}
+    return digests.hash_json({"rows": sorted(ids.get(ROWS, ())), "tasks": tasks})
+
+
+def register_test_set(layout: ProjectLayout, ids: Ids) -> str:
+    """Record the rows of a test set: a new one, or those that were added to the one before.
+
+    Returns:
+        A note if rows of the test set before are missing, so that this is another one; else an empty text.
+
+    Raises:
+        DamagedFileError: A line of the file is invalid; nothing is written.
+        LockHeldError: Another process held the lock of the file for LOCK_WAIT_S.
+    """
+    digest, note = compute_digest(ids), ""
+    with _lock(layout):
+        lines = read_lines(layout)
+        if any(isinstance(line, TestSetRows) and line.digest == digest for line in lines):
+            return ""
+        earlier: TestSet | None = None
+        if last := next((line for line in reversed(lines) if isinstance(line, TestSetRows)), None):
+            earlier = _collect(lines, last.digest, layout)
+            missing = sum(len({*known} - {*ids.get(task, ())}) for task, known in earlier.ids().items())
+            if missing:
+                note = (
+                    f"{missing} of {sum(map(len, earlier.ids().values()))} samples of the test set before are missing, "
+                    "so this is another test set: evidence and count of models begin again"
+                )
+                earlier = None
+        known = earlier.ids() if earlier else {}
+        added = {task: sorted({*found} - {*known.get(task, ())}) for task, found in ids.items()}
+        line = TestSetRows(
+            digest=digest,
+            previous=earlier.additions[-1].digest if earlier else None,
+            rows=tuple(added.pop(ROWS, ())),
+            tasks={task: tuple(found) for task, found in added.items() if found or task not in known},
+        )
+        _append(layout, line)
+    return note
+
+
+def read_test_set(layout: ProjectLayout, digest: str) -> TestSet | None:
+    """Read the test set with this digest; None if its rows are not recorded.
+
+    Raises:
+        DamagedFileError: A line of the file is invalid, or the recorded rows do not have the recorded digest.
+    """
+    return _find(read_lines(layout), digest, layout)
+
+
+def _find(lines: Sequence[Line], digest: str, layout: ProjectLayout) -> TestSet | None:
+    is_recorded = any(isinstance(line, TestSetRows) and line.digest == digest for line in lines)
+    return _collect(lines, digest, layout) if is_recorded else None
+
+
+def _collect(lines: Sequence[Line], digest: str, layout: ProjectLayout) -> TestSet:
+    """Collect the additions up to this digest, and verify their digests."""
+    by_digest = {line.digest: line for line in reversed(lines) if isinstance(line, TestSetRows)}
+    additions: list[TestSetRows] = []
+    name: str | None = digest
+    while name is not None:
+        addition = by_digest.pop(name, None)
+        if addition is None:
+            raise _damaged(layout, f"test set {name[:12]} is missing")
+        additions.insert(0, addition)
+        name = addition.previous
+    for count in range(1, len(additions) + 1):
+        if compute_digest(TestSet(tuple(additions[:count])).ids()) != additions[count - 1].digest:
+            raise _damaged(layout, f"the rows of test set {additions[count - 1].digest[:12]} do not have this digest")
+    return TestSet(tuple(additions))
+
+
+def _damaged(layout: ProjectLayout, what: str) -> DamagedFileError:
+    return DamagedFileError(f"{layout.test_set_uses}: {what}; restore the file from git")
+
+
+def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
+    """Record that a model was evaluated on a test set. Recording the same use again changes nothing.
+
+    Args:
+        layout: The project.
+        test_set_digest: Digest of the test rows and harness documents (EvaluationReport.test_set_digest).
+        model: Adapter digest.
+        run_id: Training run of the model.
+
+    Raises:
+        DamagedFileError: A line of the file is invalid; nothing is written.
+        LockHeldError: Another process held the lock of the file for LOCK_WAIT_S.
+    """
+    with _lock(layout):
+        _append(layout, TestSetUse(test_set_digest=test_set_digest, model=model, run_id=run_id))
+
+
+def record_verdict(layout: ProjectLayout, verdict: Verdict) -> None:
+    """Record the rules and the decision of a verdict, so that a later change of a margin is visible.
+
+    Raises the same errors as `record_test_set_use`.
+    """
+    use = TestSetUse(
+        test_set_digest=verdict.test_set_digest,
+        model=verdict.adapter_digest,
+        run_id=verdict.run_id,
+        rules=verdict.rules,
+        decision=verdict.decision,
+    )
+    with _lock(layout):
+        _append(layout, use)
+
+
+def _lock(layout: ProjectLayout) -> FileLock:
+    return FileLock(layout.test_set_uses_lock, f"{layout.test_set_uses}").acquire(LOCK_WAIT_S)
+
+
+def _append(layout: ProjectLayout, line: Line) -> None:
+    """Add the line to the file, and lines by experiments that the file lacks. All experiments share the lock."""
+
+    def add(path: Path, new: Sequence[Line]) -> None:
+        known = _read_file(path)
+        known_keys = set(map(_key, known))
+        missing = {_key(entry): entry for entry in new if _key(entry) not in known_keys}
+        if missing:
+            rows = (
+                entry.model_dump(mode="json", exclude={"format"}, exclude_none=True)
+                for entry in (*known, *missing.values())
+            )
+            files.write_atomic(path, "".join(map(base.to_json_line, rows)))
+
+    add(layout.test_set_uses, [*_read_file(layout.experiment_uses), line])
+    if layout.is_temporary:
+        add(layout.experiment_uses, [line])
+
+
+def _key(line: Line) -> tuple[str | None, ...]:
+    if isinstance(line, TestSetRows):
+        return (line.digest,)
+    return line.test_set_digest, line.model, line.rules, line.decision
+
+
+def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
+    """Count the different models evaluated on this test set; `model` counts even if its use is not recorded."""
+    return len({use.model for use in read_uses_of(layout, test_set_digest)} | {model})
+
+
+def read_budget(layout: ProjectLayout, test_set_digest: str, model: str) -> Budget:
+    """Read how many models were evaluated and promoted on this test set before this model was evaluated first."""
+    uses = read_uses_of(layout, test_set_digest)
+    first = next((place for place, use in enumerate(uses) if use.model == model), len(uses))
+    earlier = uses[:first]
+    promoted = {use.model for use in earlier if use.decision == "PROMOTE"}
+    return Budget(number=len({use.model for use in earlier}) + 1, promoted=len(promoted))
+
+
+def read_uses_of(layout: ProjectLayout, test_set_digest: str) -> list[TestSetUse]:
+    """Read the uses of a test set, those when it was smaller included."""
+    lines = read_lines(layout)
+    test_set = _find(lines, test_set_digest, layout)
+    names = test_set.digests if test_set else {test_set_digest}
+    return [line for line in lines if isinstance(line, TestSetUse) and line.test_set_digest in names]
+
+
+def read_test_set_uses(layout: ProjectLayout) -> list[TestSetUse]:
+    """Read all uses, those by experiments in temporary workspaces included.
+
+    Raises DamagedFileError with the number of an invalid line.
+    """
+    return [line for line in read_lines(layout) if isinstance(line, TestSetUse)]
+
+
+def read_lines(layout: ProjectLayout) -> list[Line]:
+    """Read the lines of the file, and those by experiments in temporary workspaces that it lacks."""
+    lines = _read_file(layout.test_set_uses)
+    return [*lines, *(line for line in _read_file(layout.experiment_uses) if line not in lines)]
+
+
+def _read_file(path: Path) -> list[Line]:
+    """Read the lines of a file, oldest first; empty without a file."""
+    if not path.exists():
+        return []
+    lines: list[Line] = []
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(text)
+            lines.append((TestSetRows if "rows" in row and "tasks" in row else TestSetUse).model_validate(row))
+        except (ValueError, TypeError):
+            raise DamagedFileError(
+                f"{path}:{number}: not a test set use (found {text[:60].decode(errors='replace')!r}); "
+                "restore the file from git, or remove this line"
+            ) from None
+    return lines
