@@ -20,6 +20,7 @@ from pathlib import Path
 
 import gate_picture
 import numpy as np
+from gate_looks import all_rows
 from gate_picture import Shares
 from gate_worlds import Draw, answers, conversations, decide, improve, keep, nats, of_answers, rarely, sampled, skewed
 from report import finish
@@ -81,7 +82,8 @@ def main() -> int:
     shares = curve(cases)
     if args.picture:
         gate_picture.draw(shares, MARGIN, args.picture)
-    return finish([*errors(cases), *peers(cases), *table(shares)], args.json)
+    looks = all_rows(args.quick, cases, rarely_enough)
+    return finish([*errors(cases), *peers(cases), *table(shares), *looks], args.json)
 
 
 def rng(name: str) -> np.random.Generator:
