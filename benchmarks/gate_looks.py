@@ -1,7 +1,7 @@
 """Rows of benchmarks/gate_power.py about repeated looks: error rates, rows that sequential tests need, and drift.
 
-A look is a verdict on the rows so far. After HOLD, rows are added, and the gate decides again. A fixed test decides anew
-at each look; a sequential test (`gate.test: sequential`) includes all earlier rows, so its verdict on all rows is that
+A look is a verdict on the rows so far. After HOLD, rows are added, and the gate decides again. A fixed test forgets its
+earlier looks; a sequential test (`gate.test: sequential`) includes all earlier rows, so its verdict on all rows is that
 of someone who looked after each row.
 """
 

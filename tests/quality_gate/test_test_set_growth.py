@@ -109,3 +109,4 @@ def test_hold_becomes_promote_with_added_rows_and_later_models_need_more(project
     late = decide(project, models(400), 400, Budget(200, 0), settings)
     assert late.decision == "HOLD", "199 earlier models without a promotion"
     assert late.budget_share == pytest.approx(200**-1.6)
+    assert "99.999 % confidence, because of earlier models on these rows: at least -" in late.reasons[0].text

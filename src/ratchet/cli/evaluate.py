@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_evaluation(result: "EvaluateResult") -> str:
     """Format the scores, and how often this test set has been used."""
-    used, limit = result.test_set_uses, result.max_test_set_uses
-    return f"{format_scores(result.report)}\n  {used} of {limit} models have been evaluated on these test rows"
+    used, limit = f"{result.test_set_uses}", result.max_test_set_uses
+    used += f" of {limit} models have" if limit else f" model{' has' if used == '1' else 's have'}"
+    return f"{format_scores(result.report)}\n  {used} been evaluated on these test rows"
 
 
 def format_scores(report: "EvaluationReport") -> str:

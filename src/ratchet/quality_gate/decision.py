@@ -68,7 +68,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         reasons=reasons,
         test_set_digest=evidence.report.test_set_digest,
         test_set_uses=evidence.test_set_uses,
-        max_test_set_uses=gate.max_test_set_uses,
+        max_test_set_uses=gate.max_test_set_uses if gate.test == "fixed" else 0,
         rules=rules_digest(gate),
         earlier_decisions=evidence.earlier_decisions,
         budget_share=evidence.budget.share if evidence.budget else None,

@@ -84,6 +84,9 @@ def compare_matched(
     required_samples = result.required_samples
     if result.detectable > abs(bound) > 0 and has_too_few_samples(result):
         required_samples = max(required_samples or 0, result.min_units)
+    low_confidence = None
+    if result.is_sequential and plan.budget_share < 1:
+        low_confidence = 1 - (1 - plan.confidence) * plan.budget_share
     return ModelComparison(
         metric=name,
         against=against,
@@ -103,6 +106,7 @@ def compare_matched(
         method=result.method,
         min_units=result.min_units,
         is_sequential=result.is_sequential,
+        low_confidence=low_confidence,
     )
 
 
@@ -783,12 +787,14 @@ def describe_comparison(comparison: ModelComparison, metric: MetricValue) -> str
         counts += f" in {comparison.groups} groups"
     if comparison.better is not None and comparison.worse is not None:
         counts += f", {comparison.better} better, {comparison.worse} worse"
-    return (
-        f"{comparison.metric} {amount} {REFERENCES[comparison.against]} "
-        f"({format_percent(comparison.confidence)} confidence: at least "
-        f"{format_signed_change(comparison.low, metric)}, at most {format_signed_change(comparison.high, metric)}; "
-        f"{counts})"
-    )
+    low, high = (format_signed_change(bound, metric) for bound in (comparison.low, comparison.high))
+    bounds = f"{format_percent(comparison.confidence)} confidence: at least {low}, at most {high}"
+    if comparison.low_confidence:
+        bounds = (
+            f"{100 * comparison.low_confidence:.6g} % confidence, because of earlier models on these rows: at least "
+            f"{low}; {format_percent(comparison.confidence)}: at most {high}"
+        )
+    return f"{comparison.metric} {amount} {REFERENCES[comparison.against]} ({bounds}; {counts})"
 
 
 def is_share(metric: MetricValue) -> bool:

@@ -69,6 +69,7 @@ class EvaluateResult(Record):
     test_set_uses: int
     """Number of models that have been evaluated on this test set, the present one included."""
     max_test_set_uses: int
+    """Setting gate.max_test_set_uses; 0 for sequential tests, which have no such limit."""
 
 
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluateResult:
@@ -115,7 +116,8 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         test_sets.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
         uses = test_sets.count_models(layout, report.test_set_digest, report.adapter_digest)
         _log_to_mlflow(layout, settings, report)
-        return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=settings.gate.max_test_set_uses)
+        limit = settings.gate.max_test_set_uses if settings.gate.test == "fixed" else 0
+        return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=limit)
 
 
 def evaluate_again(project: Project, progress: Progress) -> None:

@@ -46,6 +46,8 @@ class ModelComparison(Record):
     """Number of samples (or groups) from which this method may decide."""
     is_sequential: bool = False
     """Whether bounds and p-value hold however often anyone looks, and when rows are added."""
+    low_confidence: float | None = None
+    """Confidence of `low` if it is higher than `confidence`, because earlier models were tested on these samples."""
 
 
 class RuleResult(Record):
@@ -74,7 +76,7 @@ class Verdict(Record):
     test_set_uses: int = 0
     """Number of models that were evaluated on this test set, this model included."""
     max_test_set_uses: int = 0
-    """Setting gate.max_test_set_uses."""
+    """Setting gate.max_test_set_uses; 0 for sequential tests, which have no such limit."""
     rules: str = ""
     """Digest of the settings (section gate) that judged the model."""
     earlier_decisions: tuple[Decision, ...] = ()
