@@ -72,8 +72,8 @@ def rng(name: str) -> Rng:
 def first(pairs: PairedScores, n: int) -> PairedScores:
     """Return the first n samples."""
     groups = pairs.groups[:n] if pairs.groups else None
-    additions = pairs.additions[:n] if pairs.additions else None
-    return replace(pairs, new=pairs.new[:n], old=pairs.old[:n], groups=groups, additions=additions)
+    planned = pairs.planned[:n] if pairs.planned else None
+    return replace(pairs, new=pairs.new[:n], old=pairs.old[:n], groups=groups, planned=planned)
 
 
 def draw(world: Looked, stream: Rng, difference: float) -> PairedScores:
@@ -87,7 +87,7 @@ def draw(world: Looked, stream: Rng, difference: float) -> PairedScores:
 
 def in_order(pairs: PairedScores) -> PairedScores:
     """Return the samples for a sequential test."""
-    return replace(pairs, additions=[0] * len(pairs.new))
+    return replace(pairs, planned=[len(pairs.new)] * len(pairs.new))
 
 
 def judge(pairs: PairedScores, margin: float, plan: PairedTestPlan = PLAN) -> str:

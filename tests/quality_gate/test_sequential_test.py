@@ -21,14 +21,14 @@ def draw(rng: np.random.Generator, n: int, difference: float, discordance: float
     won, lost = (discordance + difference) / 2, (discordance - difference) / 2
     kinds = rng.choice(4, size=n, p=[0.7, won, lost, 0.3 - won - lost])
     new, old = np.array([1.0, 1, 0, 0])[kinds], np.array([1.0, 0, 1, 0])[kinds]
-    return PairedScores(new.tolist(), old.tolist(), "higher", additions=[0] * n)
+    return PairedScores(new.tolist(), old.tolist(), "higher", planned=[n] * n)
 
 
 def first(pairs: PairedScores, n: int) -> PairedScores:
     """Return the first n samples."""
     return replace(
         pairs, new=pairs.new[:n], old=pairs.old[:n], groups=pairs.groups and pairs.groups[:n],
-        additions=pairs.additions and pairs.additions[:n],
+        planned=pairs.planned and pairs.planned[:n],
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_an_equal_model_passes_with_a_moderate_number_of_rows() -> None:
 
 def test_added_rows_leave_the_earlier_evidence_as_it_is() -> None:
     pairs = draw(np.random.default_rng(3), 300, 0.03)
-    grown = replace(pairs, additions=[0] * 200 + [1] * 100)
+    grown = replace(pairs, planned=[200] * 200 + [300] * 100)
     for bound in (-MARGIN, 0.0):
         before, after = compare(first(grown, 200), bound, PLAN), compare(grown, bound, PLAN)
         assert after.p <= before.p
@@ -79,11 +79,11 @@ def comparisons() -> list[PairedScores]:
     return [
         draw(rng, 300, 0.02),
         replace(draw(rng, 300, 0.02), groups=groups),
-        PairedScores((losses - rng.normal(0.05, 0.1, 300)).tolist(), losses.tolist(), "lower", additions=[0] * 300),
+        PairedScores((losses - rng.normal(0.05, 0.1, 300)).tolist(), losses.tolist(), "lower", planned=[300] * 300),
         PairedScores(
-            (nats - tokens * 0.03).tolist(), nats.tolist(), "lower", "perplexity", tokens.tolist(), additions=[0] * 300
+            (nats - tokens * 0.03).tolist(), nats.tolist(), "lower", "perplexity", tokens.tolist(), planned=[300] * 300
         ),
-        PairedScores(rng.random(300).tolist(), rng.random(300).tolist(), "higher", additions=[0] * 300),
+        PairedScores(rng.random(300).tolist(), rng.random(300).tolist(), "higher", planned=[300] * 300),
     ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_a_smaller_budget_needs_stronger_evidence_for_promotion_only() -> None:
 def test_losses_decide_nothing_with_few_rows_however_clear_they_are() -> None:
     def clear(n: int) -> PairedTestResult:
         noise = np.random.default_rng(6).normal(0, 0.01, n)
-        return compare(PairedScores((1 + noise).tolist(), [2.0] * n, "lower", additions=[0] * n), -MARGIN, PLAN)
+        return compare(PairedScores((1 + noise).tolist(), [2.0] * n, "lower", planned=[n] * n), -MARGIN, PLAN)
 
     assert (clear(119).n, clear(119).min_units) == (119, 120)
     assert (clear(120).min_units, clear(120).low > -MARGIN) == (120, True)
@@ -118,11 +118,11 @@ def test_losses_decide_nothing_with_few_rows_however_clear_they_are() -> None:
 def test_rows_that_are_added_to_a_group_of_earlier_rows_are_left_out() -> None:
     pairs = draw(np.random.default_rng(7), 100, 0.0)
     groups = [f"g{k % 60}" for k in range(90)] + [None] * 10
-    grown = replace(pairs, groups=groups, additions=[0] * 60 + [1] * 40)
+    grown = replace(pairs, groups=groups, planned=[60] * 60 + [100] * 40)
     kept = [*range(60), *range(90, 100)]
     expected = PairedScores(
         [pairs.new[k] for k in kept], [pairs.old[k] for k in kept], "higher", groups=[groups[k] for k in kept],
-        additions=[0] * 60 + [1] * 10,
+        planned=[60] * 60 + [100] * 10,
     )  # fmt: skip
     assert compare(grown, -MARGIN, PLAN) == compare(expected, -MARGIN, PLAN)
     assert compare(grown, -MARGIN, PLAN).n == 70

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gate_cases import CURRENT, Models, evidence, flipped, gate, right
+from gate_cases import CURRENT, Models, evidence, gate, right
 from ratchet.config.gate import Gate, MustNotRegressRule
 from ratchet.errors import DamagedFileError
 from ratchet.quality_gate import test_sets
@@ -39,9 +39,13 @@ def test_earlier_rows_stay_first_and_their_models_count(project: ProjectLayout) 
     assert before is not None
     assert after is not None
     assert {key: after.places[key] for key in before.places} == before.places
-    assert sorted(place for _, place in after.places.values()) == list(range(100))
-    assert {number for key, (number, _) in after.places.items() if key not in before.places} == {1}
-    assert list(before.places) != sorted(before.places), "the order does not depend on names"
+    new_rows = {f"s{k:05d}": after.places[ROWS, f"s{k:05d}"] for k in range(50, 80)}
+    assert new_rows == {f"s{k:05d}": (80, k) for k in range(50, 80)}
+    assert sorted(after.places["answers", str(k)] for k in range(20)) == [(20, place) for place in range(20)]
+    shuffled = [f"s{k:05d}" for k in (79, 10, 60, 3)]
+    assert test_sets.sort_rows(project, shuffled) == sorted(shuffled), "rows are missing, so this is another test set"
+    earlier_id = {ROWS: ["s", *ids(80)[ROWS]], "answers": ids(0, 20)["answers"]}
+    assert test_sets.sort_rows(project, earlier_id[ROWS]) == [*ids(80)[ROWS], "s"]
     assert test_sets.count_models(project, large, "b") == 2
     content = project.test_set_uses.read_bytes()
     assert register(project, rows=80, documents=20) == (large, "")
@@ -97,8 +101,9 @@ def test_hold_becomes_promote_with_added_rows_and_later_models_need_more(project
     settings = gate(RULE, test="sequential", max_test_set_uses=1)
 
     def models(n: int) -> Models:
-        old = right(int(0.7 * n), n)
-        return {"candidate": {"accuracy": flipped(old, n // 50, n // 50)}, "champion": {"accuracy": old}}
+        old = {key: float(k % 10 < 7) for k, key in enumerate(right(n, n))}
+        new = {key: 1 - value if k % 50 in (0, 9) else value for k, (key, value) in enumerate(old.items())}
+        return {"candidate": {"accuracy": new}, "champion": {"accuracy": old}}
 
     held = decide(project, models(100), 100, Budget(1, 0), settings)
     (comparison,) = held.reasons[0].comparisons

@@ -37,7 +37,10 @@ def format_evaluation(result: "EvaluateResult") -> str:
     """Format the scores, and how often this test set has been used."""
     used, limit = f"{result.test_set_uses}", result.max_test_set_uses
     used += f" of {limit} models have" if limit else f" model{' has' if used == '1' else 's have'}"
-    return f"{format_scores(result.report)}\n  {used} been evaluated on these test rows"
+    text = f"{format_scores(result.report)}\n  {used} been evaluated on these test rows"
+    if remaining := result.report.remaining_rows:
+        text += f"\n  {remaining:,} further test rows were not scored, because the gate decides without them"
+    return text
 
 
 def format_scores(report: "EvaluationReport") -> str:

@@ -1,8 +1,9 @@
 """Inputs of an evaluation: test rows, their labels and slices, and general text that is unrelated to the task."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ class EncodedRows:
 
 @dataclass(frozen=True)
 class TestRows:
-    """The test rows in the order of their ids, and how many of them are answered with generated text."""
+    """The test rows, and how many of them are answered with generated text.
+
+    They are in the order of their ids; for a sequential gate, rows that were added later come last.
+    """
 
     __test__ = False  # Not a test class of pytest.
 
@@ -80,6 +84,23 @@ class TestRows:
             rejected=None,  # these rows are answered, not compared with rejected answers
             generation_count=len(indices),
         )
+
+    def first(self, count: int) -> "TestRows":
+        """Return the first rows."""
+        lists = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts: dict[str, Any] = {name: value[:count] for name, value in lists.items() if isinstance(value, list)}
+        rejected = self.rejected and EncodedRows(self.rejected.input_ids[:count], self.rejected.labels[:count])
+        generation_count = min(self.generation_count, count)
+        return replace(replace(self, **parts), rejected=rejected, generation_count=generation_count)
+
+    def in_order(self, ids: Sequence[str]) -> "TestRows":
+        """Return the rows in the order of these ids, which are all ids."""
+        places = {id: place for place, id in enumerate(self.ids)}
+        order = [places[id] for id in ids]
+        rejected = self.rejected and EncodedRows(
+            [self.rejected.input_ids[i] for i in order], [self.rejected.labels[i] for i in order]
+        )
+        return replace(self.select(order), rejected=rejected, generation_count=self.generation_count)
 
     def source_text(self, row: int) -> str:
         """Return the text that an answer should keep to: the row's field `context`, or else all messages before it."""

@@ -72,6 +72,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         rules=rules_digest(gate),
         earlier_decisions=evidence.earlier_decisions,
         budget_share=evidence.budget.share if evidence.budget else None,
+        remaining_rows=evidence.report.remaining_rows,
     )
 
 

@@ -419,7 +419,7 @@ def compute_difference(pairs: PairedScores) -> float:
 
 
 Places = Mapping[str, tuple[int, int]]
-"""Addition and place in the order of the test set of each sample, by id. Empty for a fixed test."""
+"""Place in the test set of each sample, by id (`TestSet.places`). Empty for a fixed test."""
 
 
 def build_pairs(
@@ -440,7 +440,7 @@ def build_pairs(
         kind="perplexity" if is_perplexity else "mean",
         weights=[new[id].weight for id in ids] if is_perplexity else None,
         groups=sample_groups if any(group is not None for group in sample_groups) else None,
-        additions=[places[id][0] for id in ids] if places else None,
+        planned=[places[id][0] for id in ids] if places else None,
     )
 
 

@@ -36,8 +36,8 @@ class PairedScores:
     """Number of tokens of each sample; for perplexities only. The scores are then the nats of the whole sample."""
     groups: Sequence[str | None] | None = None
     """Group of each sample. Samples of one group are not independent; a sample with None is independent."""
-    additions: Sequence[int] | None = None
-    """Number of the addition to the test set with which each sample came, for sequential tests. The samples are then in
+    planned: Sequence[int] | None = None
+    """Number of samples of the test set when each sample was added to it, for sequential tests. The samples are then in
     an order that was fixed before they were scored. None: the order has no meaning, and the test is fixed."""
 
 
@@ -109,7 +109,7 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
 
     Independent samples with scores of 0 and 1 use Tango's score interval, with McNemar's mid-p test for a bound of 0
     and Tango's score test for other bounds. All other scores use the BCa bootstrap of a ratio of sums and resample
-    whole groups. Samples in the order of a test set (`PairedScores.additions`) are compared by betting
+    whole groups. Samples in the order of a test set (`PairedScores.planned`) are compared by betting
     (`sequential_test`).
 
     Args:
@@ -130,7 +130,7 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
     worse = int((changes < 0).sum()) if is_binary else None
     units, is_grouped = _build_resampling_units(changes, pairs)
     difference = units.estimate
-    if pairs.additions is None and better is not None and worse is not None and not is_grouped:
+    if pairs.planned is None and better is not None and worse is not None and not is_grouped:
         difference = (better - worse) / len(new)
         estimate = _estimate_from_counts(better, worse, len(new), bound, plan)
     else:
@@ -139,7 +139,7 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
         if pairs.kind == "perplexity":
             bound = -math.log1p(-bound) if bound < 1 else math.inf
         ratio = _PairedRatio(units, len(new), ceiling, score_size, is_grouped)
-        if pairs.additions is None:
+        if pairs.planned is None:
             estimate = _estimate_from_units(ratio, bound, plan)
         else:
             estimate = _estimate_by_betting(ratio, _count_planned_units(pairs), bound, plan)
@@ -161,8 +161,8 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
         detectable=detectable,
         required_samples=math.ceil(required) if math.isfinite(required) and required > len(new) else None,
         method=estimate.method,
-        min_units=estimate.min_units if pairs.additions is not None else 0 if is_binary else MIN_SAMPLES,
-        is_sequential=pairs.additions is not None,
+        min_units=estimate.min_units if pairs.planned is not None else 0 if is_binary else MIN_SAMPLES,
+        is_sequential=pairs.planned is not None,
     )
 
 
@@ -171,13 +171,13 @@ def _leave_out_known_groups(pairs: PairedScores) -> PairedScores:
 
     The betting on earlier groups is over, so their units cannot change.
     """
-    if pairs.additions is None or pairs.groups is None:
+    if pairs.planned is None or pairs.groups is None:
         return pairs
     first: dict[str, int] = {}
     kept = [
         place
-        for place, (group, addition) in enumerate(zip(pairs.groups, pairs.additions, strict=True))
-        if group is None or first.setdefault(group, addition) == addition
+        for place, (group, planned) in enumerate(zip(pairs.groups, pairs.planned, strict=True))
+        if group is None or first.setdefault(group, planned) == planned
     ]
     return replace(
         pairs,
@@ -185,17 +185,17 @@ def _leave_out_known_groups(pairs: PairedScores) -> PairedScores:
         old=[pairs.old[place] for place in kept],
         weights=None if pairs.weights is None else [pairs.weights[place] for place in kept],
         groups=[pairs.groups[place] for place in kept],
-        additions=[pairs.additions[place] for place in kept],
+        planned=[pairs.planned[place] for place in kept],
     )
 
 
 def _count_planned_units(pairs: PairedScores) -> Numbers:
-    """Return the number of units of the test set when each unit was added to it."""
-    additions = np.asarray(pairs.additions)
-    if pairs.groups is not None:
-        _, first_rows = np.unique(statistics.number_groups(pairs.groups), return_index=True)
-        additions = additions[first_rows]
-    return np.searchsorted(np.sort(additions), additions, side="right").astype(np.float64)
+    """Return the number of units of the test set when each unit was added to it, as the units so far suggest."""
+    planned = np.asarray(pairs.planned, dtype=np.float64)
+    if pairs.groups is None:
+        return planned
+    _, first_rows, rows = np.unique(statistics.number_groups(pairs.groups), return_index=True, return_counts=True)
+    return planned[first_rows] / (np.cumsum(rows) / np.arange(1, len(rows) + 1))
 
 
 def _score_arrays(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> tuple[Numbers, Numbers]:

@@ -215,7 +215,7 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
     role = evidence.list_scored_roles(context.evidence)[0]
     metric, samples = evidence.select_scores(context.evidence, role, rule.metric)
     pairs = pair_with_itself(context, rule.metric, metric, samples)
-    price = sequential_test.PRICE if pairs.additions is not None else 1.0
+    price = sequential_test.PRICE if pairs.planned is not None else 1.0
     check_bound(rule.margin, "margin", metric, pairs)
     comparisons: tuple[ModelComparison, ...] = ()
     if is_binary(pairs):
@@ -400,7 +400,7 @@ def _compare_with_value(
         raise IncomparableError(f"{name} is a proportion: found {value:g}, expected 0 to 1; write 0.9 for 90 %")
     if metric.kind == "perplexity" and value <= 0:
         raise IncomparableError(f"{name} is a perplexity: found {value:g}, expected a positive number")
-    if is_binary(pairs) and metric.better == "higher" and pairs.additions is None:
+    if is_binary(pairs) and metric.better == "higher" and pairs.planned is None:
         n = count_independent_samples(pairs)
         low, high = statistics.wilson_bounds(math.fsum(pairs.new) / len(pairs.new) * n, n, plan.confidence)
         differences = (low - value, high - value)
@@ -763,6 +763,11 @@ def describe_verdict(verdict: Verdict) -> str:
     elif verdict.decision == "PROMOTE":
         head += "; run `ratchet promote` to make it the champion"
     lines = [f"  {OUTCOME_LABELS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
+    if verdict.remaining_rows and verdict.decision == "HOLD":
+        lines.append(
+            f"  note  {verdict.remaining_rows:,} test rows were not scored, because other rules decided without them; "
+            "run `dvc repro -f evaluate`"
+        )
     if verdict.earlier_decisions:
         lines.append(f"  note  {describe_changed_rules(verdict)}")
     return "\n".join([head, *lines])

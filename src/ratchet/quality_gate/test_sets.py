@@ -43,9 +43,21 @@ class TestSet:
 
     @cached_property
     def places(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Number of the addition and place in the order of the test set, by task (or ROWS) and id of a sample."""
-        keys = [(number, key) for number, addition in enumerate(self.additions) for key in _order(addition)]
-        return {key: (number, place) for place, (number, key) in enumerate(keys)}
+        """Place of each sample, by task (or ROWS) and id.
+
+        A place is the number of samples of the task after the addition that brought this sample, and its number among
+        them. Within an addition, test rows are ordered by id, which is a digest of their content, and documents by a
+        digest of theirs.
+        """
+        places: dict[tuple[str, str], tuple[int, int]] = {}
+        known: dict[str, int] = {}
+        for addition in self.additions:
+            for task, added in ({ROWS: addition.rows} | dict(addition.tasks)).items():
+                begin = known.get(task, 0)
+                known[task] = begin + len(added)
+                in_order = sorted(added, key=lambda id: id if task == ROWS else digests.hash_json([task, id]))
+                places |= {(task, id): (known[task], begin + number) for number, id in enumerate(in_order)}
+        return places
 
     def ids(self) -> dict[str, list[str]]:
         """Return the ids of all samples, by task."""
@@ -69,13 +81,6 @@ class Budget:
     def share(self) -> float:
         """Share of 1 - confidence at which this model is tested (`statistics.share_of_budget`)."""
         return share_of_budget(self.number, self.promoted)
-
-
-def _order(addition: TestSetRows) -> list[tuple[str, str]]:
-    """Return the keys of added samples in an order that only their ids and the digest of the test set give."""
-    keys = [(ROWS, id) for id in addition.rows]
-    keys += [(task, id) for task, ids in addition.tasks.items() for id in ids]
-    return sorted(keys, key=lambda key: digests.hash_json([addition.digest, *key]))
 
 
 def compute_digest(ids: Ids) -> str:
@@ -119,6 +124,17 @@ def register_test_set(layout: ProjectLayout, ids: Ids) -> str:
         )
         _append(layout, line)
     return note
+
+
+def sort_rows(layout: ProjectLayout, ids: Sequence[str]) -> list[str]:
+    """Sort test rows: those of the newest test set in its order, then the others by id."""
+    lines = read_lines(layout)
+    last = next((line for line in reversed(lines) if isinstance(line, TestSetRows)), None)
+    known = _collect(lines, last.digest, layout).ids().get(ROWS, []) if last else []
+    if not {*known} <= {*ids}:
+        return sorted(ids)
+    places = _collect(lines, last.digest, layout).places if last else {}
+    return sorted(ids, key=lambda id: (places.get((ROWS, id), (0, len(known)))[1], id))
 
 
 def read_test_set(layout: ProjectLayout, digest: str) -> TestSet | None:

@@ -29,6 +29,7 @@ from ratchet.evaluation.perturbations import PARAPHRASE
 from ratchet.evaluation.rows import TestRows
 from ratchet.models import base_model, loading, oom, quantization_error
 from ratchet.quality_gate import evidence, test_sets
+from ratchet.quality_gate.decision import decide_verdict
 from ratchet.registry import model_store
 from ratchet.reports import dvc_files, plots
 from ratchet.stages.callbacks import log_answers, log_stage
@@ -61,6 +62,10 @@ from ratchet.tracking.mlflow.registry import fetch_missing_models
 from ratchet.tracking.mlflow.traces import EvaluatedAnswer, JudgeVerdict
 from ratchet.training.run_spec import build_run_spec
 
+LOOKS = (0.125, 0.25, 0.5)
+"""Shares of the test rows after which a sequential gate may end the evaluation. Models are loaded again for each."""
+MIN_LOOK_ROWS = 50
+
 
 class EvaluateResult(Record):
     """Result of the stage."""
@@ -92,32 +97,59 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         judge_sessions = judge.JudgeSession.list_from_settings(layout, settings)
         suite = safety_suite.read_suite(layout, settings, card)
         scorer = safety.describe_scorer(settings.evaluate.safety.scorer, layout.root, judge_sessions)
-        evaluator = _build_evaluator(layout, settings, card, test, on_progress)
-        if suite:  # without tests, contracts keep their digests
-            terms = {**evaluator.terms, "safety": suite.describe(scorer)}
-            evaluator = dataclasses.replace(evaluator, safety=suite, terms=terms)
-        results, notes = _evaluate_models(loader, evaluator)
-        _add_similarity(loader, test, results, on_progress)
-        safety_report, safety_lines = None, safety.Lines()
-        if suite:
-            safety_judge = _open_safety_judge(loader, scorer, judge_sessions)
-            safety_report, safety_lines = safety.score_suite(
-                suite, results, settings.evaluate, scorer, safety_judge, on_progress
-            )
-        judge_report, judge_lines = None, judge.Lines()
-        if judge_sessions:
-            judge_report, judge_lines, judge_notes = judge.judge_answers(judge_sessions, results, test, on_progress)
-            notes += judge_notes
-        report = _build_report(loader, card, test, results, notes)
-        report = report.model_copy(update={"judge_report": judge_report, "safety": safety_report})
-        lines = {safety_file(role): part for role, part in safety_lines.items()}
-        lines |= {judge_file(role): part for role, part in judge_lines.items()}
-        write_report(layout.evaluate, report, results, test, settings, lines)
-        test_sets.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
+        for count in _list_looks(loader, test):
+            part = test.first(count)
+            evaluator = _build_evaluator(layout, settings, card, part, on_progress)
+            if suite:  # without tests, contracts keep their digests
+                terms = {**evaluator.terms, "safety": suite.describe(scorer)}
+                evaluator = dataclasses.replace(evaluator, safety=suite, terms=terms)
+            results, notes = _evaluate_models(loader, evaluator)
+            _add_similarity(loader, part, results, on_progress)
+            safety_report, safety_lines = None, safety.Lines()
+            if suite:
+                safety_judge = _open_safety_judge(loader, scorer, judge_sessions)
+                safety_report, safety_lines = safety.score_suite(
+                    suite, results, settings.evaluate, scorer, safety_judge, on_progress
+                )
+            judge_report, judge_lines = None, judge.Lines()
+            if judge_sessions:
+                judge_report, judge_lines, judge_notes = judge.judge_answers(judge_sessions, results, part, on_progress)
+                notes += judge_notes
+            report = _build_report(loader, card, test, results, notes)
+            report = report.model_copy(
+                update={
+                    "judge_report": judge_report, "safety": safety_report, "remaining_rows": len(test.ids) - count,
+                }
+            )  # fmt: skip
+            lines = {safety_file(role): part for role, part in safety_lines.items()}
+            lines |= {judge_file(role): part for role, part in judge_lines.items()}
+            write_report(layout.evaluate, report, results, part, settings, lines)
+            test_sets.record_test_set_use(layout, report.test_set_digest, report.adapter_digest, report.run_id)
+            if report.remaining_rows and _is_decided(layout, settings, count, on_progress):
+                break
         uses = test_sets.count_models(layout, report.test_set_digest, report.adapter_digest)
         _log_to_mlflow(layout, settings, report)
         limit = settings.gate.max_test_set_uses if settings.gate.test == "fixed" else 0
         return EvaluateResult(report=report, test_set_uses=uses, max_test_set_uses=limit)
+
+
+def _list_looks(loader: EvaluationModelLoader, test: TestRows) -> list[int]:
+    """Return the numbers of first rows after which a sequential gate may end the evaluation, and that of all rows.
+
+    A fixed gate needs all rows, and the gate decides nothing about a model that is not exported.
+    """
+    n = len(test.ids)
+    if loader.settings.gate.test == "fixed" or loader.model_digest is None:
+        return [n]
+    return sorted({min(n, max(MIN_LOOK_ROWS, round(n * share))) for share in LOOKS} | {n})
+
+
+def _is_decided(layout: ProjectLayout, settings: Settings, count: int, progress: Progress) -> bool:
+    """Return whether the gate promotes or rejects the model by the rows scored so far."""
+    tasks = harness.fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
+    decision = decide_verdict(evidence.read_evidence(layout, settings, tasks), settings.gate).decision
+    progress(f"the gate decides {decision} by the first {count} test rows")
+    return decision in ("PROMOTE", "REJECT")
 
 
 def evaluate_again(project: Project, progress: Progress) -> None:
@@ -129,6 +161,7 @@ def evaluate_again(project: Project, progress: Progress) -> None:
     files.verify_sealed(layout.evaluate, "evaluation")
     first = EvaluationReport.load(layout.eval_report)
     loader, card, test = _load_inputs(layout, settings)
+    test = test.first(len(test.ids) - first.remaining_rows)
     if first.adapter_digest != loader.trained.adapter_digest:
         raise DataError(f"{layout.eval_report}: is about another adapter; run `dvc repro evaluate`")
     role: ModelRole = "candidate" if "candidate" in first.scores else "merged"
@@ -167,6 +200,8 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
     fetch_missing_models(layout, settings, filter(None, (champions.champion, champions.anchor)))
     opponents = model_loader.verify_references(layout, champions)
     test = rows.read(layout, settings)
+    if settings.gate.test == "sequential":
+        test = test.in_order(test_sets.sort_rows(layout, test.ids))
     base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)

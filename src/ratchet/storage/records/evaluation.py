@@ -220,6 +220,8 @@ class EvaluationReport(Record):
     """Result of evaluate.safety; None if nothing was tested."""
     selection_overlaps: dict[str, int] = Field(default_factory=dict)
     """Number of test rows and tasks that are also in a set for model selection, by the name of the set."""
+    remaining_rows: int = 0
+    """Number of test rows that were not scored, because all rules of a sequential gate were decided before."""
     notes: tuple[str, ...] = ()
     """Notes for the reader, one sentence each (a halved batch, a missing metric)."""
 
