@@ -31,6 +31,7 @@ from ratchet.models import adapters, base_model, loading
 from ratchet.models.loss import answer_nll
 from ratchet.models.scoring import RowLikelihood
 from ratchet.runs import fork_server
+from ratchet.runs.device_lock import DeviceLock
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
@@ -252,7 +253,7 @@ def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
 def test_unknown_runs_and_metrics_are_refused(layout: ProjectLayout) -> None:
     with pytest.raises(DataError, match="no result"):
         job = ValidationJob(run_ids=("0123456789ab",), metrics=("validation_loss",))
-        scheduler.score_runs(layout, SETTINGS, job, ForkServer(), lambda: None)
+        scheduler.score_runs(layout, SETTINGS, job, ForkServer(), lambda: None, DeviceLock(None))
     with pytest.raises(SettingsError, match="train_seconds"):
         scheduler.parse_row_metric("train_seconds")
 
@@ -278,7 +279,7 @@ def test_arguments_hold_no_password(
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml would refuse such an address
     job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        scheduler.score_runs(layout, settings, job, server, lambda: None)
+        scheduler.score_runs(layout, settings, job, server, lambda: None, DeviceLock(None))
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 
@@ -309,7 +310,7 @@ time.sleep(600)
 
     with pytest.raises(_EnoughError):
         job = ValidationJob(run_ids=(ids["first"],), metrics=("validation_loss",))
-        scheduler.score_runs(layout, SETTINGS, job, server, look)
+        scheduler.score_runs(layout, SETTINGS, job, server, look, DeviceLock(None))
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of the process")

@@ -8,6 +8,7 @@ import pytest
 import tiny_project
 from ratchet.errors import DamagedFileError
 from ratchet.evaluation import validation_scoring
+from ratchet.runs.device_lock import DeviceLock
 from ratchet.runs.fork_server import ForkServer
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import ValidationJob
@@ -32,16 +33,18 @@ def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
     job = ValidationJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
     with ForkServer() as server:
-        found = scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1))
+        found = scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1), DeviceLock(None))
         assert looks
         assert [one.run_id for one in found] == [ids["second"], ids["first"]]
         assert found == validation_scoring.score_runs(layout, launch([*job.run_ids], rows=6))
         looks.clear()
-        assert scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1)) == found
+        assert scheduler.score_runs(layout, SETTINGS, job, server, lambda: looks.append(1), DeviceLock(None)) == found
         assert not looks
         damage(layout, ids["first"])
         with pytest.raises(DamagedFileError, match=r"adapter_model\.safetensors: content differs") as failed:
-            scheduler.score_runs(layout, SETTINGS, job.model_copy(update={"rows": 7}), server, lambda: None)
+            scheduler.score_runs(
+                layout, SETTINGS, job.model_copy(update={"rows": 7}), server, lambda: None, DeviceLock(None)
+            )
     assert "Traceback" not in str(failed.value)
 
 
