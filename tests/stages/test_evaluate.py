@@ -216,8 +216,9 @@ def test_each_model_counts_once_as_a_test_set_use_and_selection_overlaps_are_rep
     export_of(layout, 4)
     assert evaluated(layout).selection_overlaps == {"sweep of ranks": 4}
     lines = base.read_lines(layout.test_set_uses)
-    assert len(lines) == 2
-    assert {line["test_set_digest"] for line in lines} == {report.test_set_digest}
+    assert lines[0]["digest"] == report.test_set_digest
+    assert sorted(lines[0]["rows"]) == sorted(ids)
+    assert [line["test_set_digest"] for line in lines[1:]] == 2 * [report.test_set_digest]
 
 
 def test_the_candidate_against_itself(layout: ProjectLayout) -> None:
@@ -252,3 +253,32 @@ def test_a_champion_of_another_base_needs_the_export(layout: ProjectLayout) -> N
         DataError, match=r"the champion and anchor has another base or form and can only be scored as plain weights"
     ):
         evaluated(layout)
+
+
+def test_a_sequential_gate_ends_the_evaluation_when_it_has_decided(
+    layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch, forwards: list[int]
+) -> None:
+    monkeypatch.setattr(evaluate, "MIN_LOOK_ROWS", 4)
+    full = EvaluationReport.load(layout.eval_report)
+    count = full.scores["candidate"].metrics["answer_loss"].n
+
+    def run(*rules: dict[str, object]) -> EvaluationReport:
+        return evaluated(layout, params_file.apply_changes(SETTINGS, {"gate.test": "sequential", "gate.rules": rules}))
+
+    report = run({"rule": "budget", "resource": "size", "maximum": 2**40})  # needs no row
+    assert report.remaining_rows == count - 4
+    assert {scores.metrics["answer_loss"].n for scores in report.scores.values()} == {4}
+    assert report.test_set_digest == full.test_set_digest, "the test set is that of all rows"
+    rows = [row["id"] for row in base.read_lines(layout.evaluate / "rows.jsonl")]
+    assert rows == sorted(rows)
+    again = reading.read_evidence(layout, params_file.apply_changes(SETTINGS, {"gate.test": "sequential"}), {})
+    assert again.test_set is not None
+    assert {id for task, id in again.test_set.places if not task} > {*rows}
+
+    undecided = {"rule": "at_least", "metric": "accuracy", "value": 0.01}  # by so few rows
+    report = run(undecided)
+    assert report.remaining_rows == 0
+    assert {scores.metrics["answer_loss"].n for scores in report.scores.values()} == {count}
+    forwards.clear()
+    assert run(undecided) == report
+    assert len(forwards) <= 4, "loading in 4 bits tries the model once at each look; all scores are found"

@@ -105,6 +105,8 @@ class Evaluator:
     """Whether stored scores are reused and new scores are stored."""
     safety: SafetySuite | None = None
     """Inputs of the safety tests."""
+    looks: tuple[int, ...] = ()
+    """Numbers of first rows after which the evaluation may end (Scorer.looks)."""
 
     def evaluate(
         self, subject: EvaluationSubject, model: Any, tokenizer: Any, numerics: Mapping[str, Any]
@@ -124,7 +126,7 @@ class Evaluator:
         store = ScoreStore(self.layout.scores / f"{name}.jsonl" if self.use_cache else None)
         scorer = Scorer(
             model, tokenizer.pad_token_id, numerics["batch_rows"], store,
-            lambda kind, done, total: report_progress(f"{subject.role}: {kind}", done, total),
+            lambda kind, done, total: report_progress(f"{subject.role}: {kind}", done, total), self.looks,
         )  # fmt: skip
         evaluation = _ModelEvaluation(self, result, scorer, tokenizer, end_tokens)
         evaluation.score_likelihoods()

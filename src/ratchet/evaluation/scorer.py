@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +58,9 @@ class Scorer:
     """Stored results of this model with these numerics; the keys contain neither of these."""
     progress: Callable[[str, int, int], None]
     """Called with the kind of the scores, the number of finished rows and the number of all rows."""
+    looks: tuple[int, ...] = ()
+    """Numbers of first rows that may be scored alone. No batch has rows before and after such a look, so the scores of
+    the first rows are found in the store when more rows are scored."""
 
     def score_rows(self, input_ids: Sequence[Tokens], labels: Sequence[Tokens]) -> list[RowLikelihood]:
         """Compute the likelihood of each row: answer tokens (those with a label) and prompt tokens separately."""
@@ -70,7 +74,7 @@ class Scorer:
             )
             return [(row.nll, row.tokens, row.prompt_nll, row.prompt_tokens) for row in scores]
 
-        batches = split_micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], self.batch_rows)
+        batches = self._split([len(ids) for ids in input_ids])
         return [RowLikelihood(*values) for values in self._compute_batches("likelihoods", batches, request, compute)]
 
     def score_preferences(self, rejected: EncodedRows, chosen: Sequence[RowLikelihood]) -> list[float]:
@@ -129,7 +133,7 @@ class Scorer:
                 self.model, batch_prompts, end_tokens, settings.max_new_tokens, self.pad_token_id, warper
             )
 
-        batches = split_micro_batches(list(range(len(repeated))), list(map(len, repeated)), self.batch_rows)
+        batches = self._split(list(map(len, repeated)), settings.samples)
         return self._compute_batches("answers", batches, request, compute)
 
     def score_labels(self, prompts: Sequence[Tokens], labels: Sequence[Tokens]) -> list[list[float]]:
@@ -147,15 +151,29 @@ class Scorer:
                 self.model, [prompts[i] for i in batch], labels, self.batch_rows, self.pad_token_id
             )
 
-        by_length: dict[int, Batch] = {}  # Rows of equal length need no padding.
-        for i, ids in enumerate(prompts):
-            by_length.setdefault(len(ids), []).append(i)
-        batches = [
-            rows[start : start + self.batch_rows]
-            for _, rows in sorted(by_length.items(), reverse=True)
-            for start in range(0, len(rows), self.batch_rows)
-        ]
+        batches = []
+        for part in self._split_at_looks(len(prompts)):
+            by_length: dict[int, Batch] = {}  # Rows of equal length need no padding.
+            for i in part:
+                by_length.setdefault(len(prompts[i]), []).append(i)
+            batches += [
+                rows[start : start + self.batch_rows]
+                for _, rows in sorted(by_length.items(), reverse=True)
+                for start in range(0, len(rows), self.batch_rows)
+            ]
         return self._compute_batches("label_scores", batches, request, compute)
+
+    def _split(self, lengths: Sequence[int], samples: int = 1) -> list[Batch]:
+        """Split rows of these lengths into batches; each row occurs `samples` times."""
+        return [
+            batch
+            for part in self._split_at_looks(len(lengths), samples)
+            for batch in split_micro_batches(list(part), lengths[part.start : part.stop], self.batch_rows)
+        ]
+
+    def _split_at_looks(self, count: int, samples: int = 1) -> list[range]:
+        ends = sorted({min(count, look * samples) for look in self.looks} | {count})
+        return [range(start, end) for start, end in pairwise([0, *ends])]
 
     def _compute_batches(
         self,

@@ -7,8 +7,8 @@ after any unit, and continue with further units later. The lower bound of the me
 capital has not reached 1 / alpha: a confidence sequence (I. Waudby-Smith, A. Ramdas, Journal of the Royal Statistical
 Society B 86, 2024, 1-27).
 
-A bet depends on earlier units only. It is the best one (J. L. Kelly, 1956, to second order) if the mean change differs
-from m by `Hypothesis.effect`, with the variance of the units so far.
+A bet depends on earlier units only. It is close to the best one (J. L. Kelly, 1956, to second order) if the mean change
+differs from m by `Hypothesis.effect`, with the variance of the units so far.
 """
 
 import math
@@ -19,9 +19,12 @@ from scipy import optimize
 
 from ratchet.quality_gate.statistics import Numbers
 
-PRIOR_UNITS, PRIOR_VARIANCE = 20.0, 0.1
-"""Units with this variance (of changes divided by the largest possible one) that bets add to those observed: a tenth of
-the answers differ, as in a plan."""
+PRIOR_UNITS, PRIOR_VARIANCE = 20.0, 0.2
+"""Units with this variance (of changes divided by the largest possible one) that bets add to those observed: a fifth of
+the answers differ. With less, bets are too large while few units differ."""
+BOLDNESS = 1.2
+"""Factor of the bets. Kelly's bets give the largest growth; a bit larger ones reach a given capital earlier (simulated:
+5 % fewer units on average)."""
 MAX_LOSS = 0.9
 """Largest share of the capital that a bet may lose with the worst possible change."""
 UNBOUNDED_START = 20
@@ -93,7 +96,7 @@ def compute_bets(units: SequentialUnits, hypothesis: Hypothesis) -> Numbers:
     if hypothesis.effect is not None:
         effect = hypothesis.effect * size
     with np.errstate(divide="ignore", invalid="ignore"):
-        bets = np.minimum(effect / (variance + effect * worst / 2), MAX_LOSS / worst)
+        bets = np.minimum(BOLDNESS * effect / (variance + effect * worst / 2), MAX_LOSS / worst)
     if units.limit is None:
         bets[:UNBOUNDED_START] = 0.0
     return np.nan_to_num(bets, nan=0.0, posinf=0.0)

@@ -97,9 +97,11 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         judge_sessions = judge.JudgeSession.list_from_settings(layout, settings)
         suite = safety_suite.read_suite(layout, settings, card)
         scorer = safety.describe_scorer(settings.evaluate.safety.scorer, layout.root, judge_sessions)
-        for count in _list_looks(loader, test):
+        looks = _list_looks(loader, test)
+        for count in looks:
             part = test.first(count)
             evaluator = _build_evaluator(layout, settings, card, part, on_progress)
+            evaluator = dataclasses.replace(evaluator, looks=tuple(looks[:-1]))
             if suite:  # without tests, contracts keep their digests
                 terms = {**evaluator.terms, "safety": suite.describe(scorer)}
                 evaluator = dataclasses.replace(evaluator, safety=suite, terms=terms)
