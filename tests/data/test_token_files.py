@@ -29,8 +29,8 @@ def sample(number: int) -> token_files.PreparedRow:
 def data(tmp_path: Path) -> Path:
     spool, writers = token_files.PreparedRowSpool(tmp_path / "spool"), token_files.SplitWriters(tmp_path)
     spool.add([sample(number) for number in range(COUNT)], 0)
-    for table in spool.tables():
-        writers.write("train", table.drop(["row"]))
+    for table, is_end in spool.tables():
+        writers.write("train", table.drop(["row"]), is_end=is_end)
     writers.close()
     return tmp_path
 
