@@ -1,12 +1,13 @@
 """Values and texts of rows in temporary files, so that memory hardly grows with the number of rows."""
 
+import io
 import struct
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ class RowTable:
     """
 
     def __init__(self, folder: Path | None, dtype: np.dtype[Any]) -> None:
-        directory = None if folder is None else str(folder)
-        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=directory)  # noqa: SIM115 (closed by `close`)
+        self._folder = folder
+        self._file: IO[bytes] = io.BytesIO()
         self.dtype, self.names = dtype, dtype.names or ()
         self._pending: list[tuple[Any, ...]] = []
         self._ends = array("q", [0])
@@ -43,9 +44,13 @@ class RowTable:
     def extend(self, rows: NDArray[Any]) -> None:
         """Append rows, [rows] of the table's type."""
         self._write_pending()
-        self._file.seek(0, 2)
+        end = self._file.seek(0, 2)
+        if isinstance(self._file, io.BytesIO) and end > _IN_MEMORY_BYTES:
+            content = self._file.getbuffer()
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by `close`)
+            self._file.write(content)
         for name in self.names:
-            self._file.write(np.ascontiguousarray(rows[name]).tobytes())
+            self._file.write(rows[name].tobytes())
         self._ends.append(self._ends[-1] + len(rows))
 
     def _write_pending(self) -> None:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 ID_DIGITS = 16
 BUCKETS = 64
 """Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
-BUCKET_BYTES = 32 * 2**20
-"""Size of a bucket above which it is divided into smaller ones, so that it fits in memory three times."""
+BUCKET_BYTES = 16 * 2**20
+"""Size of a bucket above which it is divided into smaller ones; sorting and writing one need some six times as much
+memory."""
 BATCH_ROWS = 1024
 """Number of rows in a batch of a split's file; the last batch of a bucket has fewer."""
 _LISTS, _FIELDS = ("input_ids", "labels"), ("group", "fields")
@@ -190,10 +191,15 @@ class SplitWriters:
         self._rests = dict.fromkeys(SPLITS, self.schema.empty_table())
 
     def write(self, split: SplitName, table: pa.Table, *, is_end: bool = True) -> None:
-        """Append rows of `schema`. Unless `is_end`, rows that do not fill a batch wait for the next ones."""
+        """Append rows of `schema`; `is_end` ends a batch.
+
+        Otherwise the last rows wait for the next ones: those of an incomplete batch, and of the batch before it. Arrow
+        pads a batch with up to 64 bytes of what follows it, and equal rows must give equal bytes.
+        """
         state = self._states[split]
-        table = pa.concat_tables([self._rests[split], table]).combine_chunks()
-        complete = len(table) if is_end else len(table) // BATCH_ROWS * BATCH_ROWS
+        if len(self._rests[split]):
+            table = pa.concat_tables([self._rests[split], table]).combine_chunks()
+        complete = len(table) if is_end else max(0, len(table) // BATCH_ROWS - 1) * BATCH_ROWS
         self._rests[split] = table.slice(complete)
         for batch in table.slice(0, complete).to_batches(max_chunksize=BATCH_ROWS):
             self._writers[split].write_batch(batch)
