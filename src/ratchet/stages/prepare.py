@@ -52,7 +52,8 @@ def prepare(project: Project) -> DatasetCard:
     with project.lock("prepare"):
         base = BaseCard.load(layout.base_card)
         tokenizer = base_model.load_project_tokenizer(layout, base)
-        reader = SourceReader(layout.root, settings.prepare)
+        reader = SourceReader(layout.root, settings.prepare, layout.streamed_shards)
+        reader.remove_other_shards()
         planted = canaries.create_canaries(settings.prepare.canaries, settings.prepare.split.seed)
         planted_rows = canaries.encode_canaries(planted, tokenizer, settings.prepare.max_tokens)
         benchmarks = _load_benchmarks(layout, settings)
@@ -80,6 +81,8 @@ def prepare(project: Project) -> DatasetCard:
             figures = {"training_rows": card.splits["train"], "dropped_rows": dropped_rows}
             dvc_files.write_metrics(scratch, figures)
             data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
+        if layout.streamed_shards.exists():
+            shutil.rmtree(layout.streamed_shards)
         return card
 
 
