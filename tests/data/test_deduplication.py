@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from ratchet.config.prepare import DeduplicationSettings
 from ratchet.data.deduplication import (
@@ -46,7 +47,21 @@ def found(
     duplicates = DeduplicationSettings.model_validate(chosen)
     ranks = np.array(range(len(texts)) if rank is None else rank, dtype=np.int64)
     keys = MinHashSignatures(duplicates).band_keys(texts)
-    return cluster_duplicates(keys, ranks, text_of or texts.__getitem__, duplicates, lambda rows: None)
+    return clusters(keys, ranks, text_of or texts.__getitem__, duplicates)
+
+
+def clusters(
+    keys: NDArray[np.uint64],
+    ranks: NDArray[np.int64],
+    text_of: Callable[[int], str],
+    duplicates: DeduplicationSettings,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> list[RowCluster]:
+    """Find clusters among all rows, with keys of [rows, bands], and the rank of each row."""
+    everything = np.ones(len(keys), dtype=np.bool_)
+    return cluster_duplicates(
+        keys.T, everything, lambda rows: rows[np.argsort(ranks[rows])], text_of, duplicates, progress
+    )
 
 
 def dropped(result: list[RowCluster]) -> dict[int, int]:
@@ -237,14 +252,7 @@ def test_similarity_equal_to_the_threshold_counts(near: float, gone: dict[int, i
     texts = ["a b c d e f g h i j k", "a b c d e f g h i j k l"]
     assert similarity(*texts) == 0.9
     keys, ranks = np.zeros((2, 1), np.uint64), np.arange(2)
-    assert (
-        dropped(
-            cluster_duplicates(
-                keys, ranks, texts.__getitem__, DeduplicationSettings(jaccard_threshold=near), lambda rows: None
-            )
-        )
-        == gone
-    )
+    assert dropped(clusters(keys, ranks, texts.__getitem__, DeduplicationSettings(jaccard_threshold=near))) == gone
 
 
 def test_threshold_one_requires_equal_words() -> None:
@@ -256,7 +264,7 @@ def test_threshold_one_requires_equal_words() -> None:
 def test_without_a_threshold_nothing_is_compared() -> None:
     told: list[int] = []
     assert (
-        cluster_duplicates(
+        clusters(
             np.zeros((3, 1), np.uint64), np.arange(3), str, DeduplicationSettings(jaccard_threshold=None), told.append
         )
         == []
@@ -275,9 +283,7 @@ def test_short_texts_are_compared_whole() -> None:
     ("keys", "kept"), [([[1, 2, 3], [9, 5, 6], [1, 5, 6]], 1), ([[9, 2, 3], [1, 8, 4], [1, 2, 5]], 0)]
 )
 def test_candidates_with_most_shared_keys_then_best_rank_come_first(keys: list[list[int]], kept: int) -> None:
-    found = cluster_duplicates(
-        np.array(keys, np.uint64), np.arange(3), lambda row: "same", DeduplicationSettings(), lambda rows: None
-    )
+    found = clusters(np.array(keys, np.uint64), np.arange(3), lambda row: "same", DeduplicationSettings())
     assert found == [RowCluster(kept, (2,))]
 
 
@@ -311,7 +317,7 @@ def test_many_equal_rows_take_linear_time() -> None:
     read = Counted(texts)
     told: list[int] = []
     keys = np.zeros((len(texts), 16), np.uint64)
-    result = cluster_duplicates(keys, np.arange(len(texts))[::-1], read, DeduplicationSettings(), told.append)
+    result = clusters(keys, np.arange(len(texts))[::-1], read, DeduplicationSettings(), told.append)
     assert result == [RowCluster(19_999, tuple(reversed(range(19_999))))]
     assert read.calls == len(texts)
     assert told == sorted(told)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,9 +16,13 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from ratchet.config.prepare import SourceSettings
+import tiny_project
+from ratchet.config.prepare import ColumnSettings, DeduplicationSettings, Prepare, SourceSettings
 from ratchet.data import sources
+from ratchet.data.sources import SourceReader
 from ratchet.errors import DataError
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import DatasetCard
 
 PINNED, UNKNOWN = "a" * 40, "b" * 40
 
@@ -36,6 +41,7 @@ dataset_info:
 """
 ROWS = [{"text": "Where is my card?", "label": 0}, {"text": "I lost it", "label": 1}, {"text": "Hm", "label": -1}]
 LARGE = "c" * 40
+FIRST, SECOND = "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"
 SHARDS = [
     [{"text": f"{shard} {n} " + "the card is lost " * 20, "label": n % 2} for n in range(3000)] for shard in range(2)
 ]
@@ -43,8 +49,8 @@ FILES = {
     LARGE: {
         "README.md": CARD.encode(),
         **{
-            f"train-0000{shard}-of-00002.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()
-            for shard, rows in enumerate(SHARDS)
+            name: "".join(json.dumps(row) + "\n" for row in rows).encode()
+            for name, rows in zip((FIRST, SECOND), SHARDS, strict=True)
         },
     },
     PINNED: {"README.md": CARD.encode(), "train.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode()},
@@ -141,9 +147,11 @@ from ratchet.data import sources as hub
 from ratchet.errors import DataError
 import datasets
 datasets.config.STREAMING_READ_RETRY_INTERVAL = 0.01
+from pathlib import Path
 for settings in json.loads(sys.argv[1]):
+    shards = Path(folder) if (folder := settings.pop("shards", None)) else None
     try:
-        print(json.dumps(list(hub.read_hub_records(SourceSettings(**settings)))))
+        print(json.dumps(list(hub.read_hub_records(SourceSettings(**settings), shards))))
     except DataError as error:
         print(json.dumps(str(error)))
 """
@@ -200,27 +208,65 @@ def test_pinned_rows_are_downloaded_once_and_then_read_from_the_cache(tmp_path: 
 @pytest.mark.long
 def test_a_streamed_dataset_has_the_same_rows_and_leaves_no_copy(tmp_path: Path, endpoint: str) -> None:
     large = {"dataset": "org/name", "revision": LARGE}
+    streaming = {**large, "streaming": True}
     homes = tmp_path / "copy", tmp_path / "stream"
     for home in homes:
         home.mkdir()
     [copied] = attempt(homes[0], endpoint, large)
-    Hub.cuts += ["train-00001-of-00002.jsonl"]
-    streamed, no_split = attempt(
-        homes[1], endpoint, {**large, "streaming": True}, {**large, "streaming": True, "dataset_split": "test"}
-    )
+    Hub.cuts += [SECOND]
+    streamed, no_split, sharded = attempt(
+        homes[1], endpoint, streaming, {**streaming, "dataset_split": "test"},
+        {**streaming, "shards": str(tmp_path / "shards")},
+    )  # fmt: skip
     assert not Hub.cuts  # a connection was lost, and the rest was read again
-    assert streamed == copied and len(copied) == 6000
+    assert streamed == sharded == copied and len(copied) == 6000
     assert copied[3000] == ["org/name[train]#3000", {**SHARDS[1][0], "label": "card_arrival"}]
-    kept = [sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) for home in homes]
+    sizes = [sum(path.stat().st_size for path in home.rglob("*") if path.is_file()) for home in homes]
     size = sum(map(len, FILES[LARGE].values()))
-    assert kept[0] > size and kept[1] < size / 20
+    assert sizes[0] > size and sizes[1] < size / 20
     assert no_split.startswith(f"org/name@{LARGE}[test]: cannot be loaded from the hub")
+
+    [damaged] = tmp_path.glob("shards/*/00001/rows.arrow")
+    with damaged.open("r+b") as stream:
+        stream.write(b"damage")
+    Hub.fetched.clear()
+    assert attempt(homes[1], endpoint, {**streaming, "shards": str(tmp_path / "shards")}) == [copied]
+    assert SECOND in Hub.fetched and FIRST not in Hub.fetched
+
+
+@pytest.mark.long
+def test_a_killed_preparation_reads_only_the_shards_that_it_lacks(
+    tmp_path: Path, endpoint: str, prepared: Path, started: list["subprocess.Popen[bytes]"]
+) -> None:
+    layout = ProjectLayout(tmp_path / "project")
+    shutil.copytree(prepared, layout.root)
+    settings = Prepare(
+        sources=({"dataset": "org/name", "revision": LARGE, "streaming": True},),
+        columns=ColumnSettings(prompt="text", response="label"),
+        deduplication=DeduplicationSettings(jaccard_threshold=None),
+    )
+    tiny_project.save(layout, tiny_project.SETTINGS.model_copy(update={"prepare": settings}))
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+    Hub.held[SECOND] = event = threading.Event()
+    command, environment = tiny_project.command("prepare"), tiny_project.environment() | variables
+    started.append(subprocess.Popen(command, cwd=layout.root, env=environment, stderr=subprocess.DEVNULL))
+    assert event.wait(300)
+    started[0].kill()
+    started[0].wait()
+    [folder] = layout.streamed_shards.iterdir()
+    assert (folder / "00000").is_dir() and not (folder / "00001").exists()
+
+    Hub.fetched.clear()
+    subprocess.run(command, cwd=layout.root, env=environment, check=True)
+    assert SECOND in Hub.fetched and FIRST not in Hub.fetched
+    assert not layout.streamed_shards.exists()
+    card = DatasetCard.load(layout.dataset_card)
+    assert card.rows_in == card.rows_out == 6000
 
 
 @pytest.mark.long
 def test_a_killed_download_continues_with_the_files_that_it_lacks(tmp_path: Path, endpoint: str) -> None:
-    second = "train-00001-of-00002.jsonl"
-    Hub.held[second] = event = threading.Event()
+    Hub.held[SECOND] = event = threading.Event()
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
     settings = json.dumps([{"dataset": "org/name", "revision": LARGE}])
     process = subprocess.Popen(
@@ -228,15 +274,22 @@ def test_a_killed_download_continues_with_the_files_that_it_lacks(tmp_path: Path
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert event.wait(120)
-    first = "train-00000-of-00002.jsonl"
-    while not any(path.name == first for path in tmp_path.rglob("snapshots/*/*")):
+    while not any(path.name == FIRST for path in tmp_path.rglob("snapshots/*/*")):
         time.sleep(0.05)
     process.kill()
     process.communicate()
     Hub.fetched.clear()
     [rows] = attempt(tmp_path, endpoint, {"dataset": "org/name", "revision": LARGE})
     assert len(rows) == 6000
-    assert second in Hub.fetched and first not in Hub.fetched
+    assert SECOND in Hub.fetched and FIRST not in Hub.fetched
+
+
+def test_shards_of_earlier_settings_are_removed(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    (shards / "of-another-source").mkdir(parents=True)
+    source = {"dataset": "org/name", "revision": LARGE, "streaming": True}
+    SourceReader(tmp_path, Prepare(sources=(source,)), shards).remove_other_shards()
+    assert not list(shards.iterdir())
 
 
 def test_streaming_of_files_is_refused() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from ratchet.data.batches import PackingPlan
+from ratchet.data.batches import PackingPlan, count_packs
 from ratchet.errors import DataError, SettingsError
 
 LEDGER = settings(max_examples=100, deadline=None, derandomize=True)
@@ -54,6 +54,7 @@ def test_packs_equal_those_of_naive_best_fit_decreasing(split: tuple[list[int], 
     lengths, capacity = split
     packs = pack_rows(lengths, capacity, 0, 0)
     assert sorted(sum(lengths[row] for row in rows) for rows in packs) == row_by_row(lengths, capacity)
+    assert count_packs(np.bincount(np.array(lengths, dtype=np.int64)), capacity) == len(packs)
 
 
 @LEDGER

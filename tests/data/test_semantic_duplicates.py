@@ -120,11 +120,11 @@ def test_nineteen_of_twenty_pairs_at_the_threshold_are_found(threshold: float, t
 
     clusters = cluster_semantic_duplicates(
         np.arange(2 * pairs),
+        lambda rows: rows,
         str,
         Table(),
         SemanticDuplicateSettings(model="m", threshold=threshold),
         tmp_path,
-        lambda _: None,
     )
     found = {(cluster.kept, *cluster.dropped) for cluster in clusters}
     assert all(b - a == pairs for a, b in found)  # verified: no other pair is that similar

@@ -25,13 +25,22 @@ def sample(number: int) -> token_files.PreparedRow:
     )
 
 
+def write_rows(folder: Path, count: int) -> pa.Table:
+    """Write training rows; return them in the order of the file."""
+    spool, writers = token_files.PreparedRowSpool(folder / "spool"), token_files.SplitWriters(folder)
+    spool.add([sample(number) for number in range(count)], 0)
+    tables = []
+    for table, is_end in spool.tables():
+        tables.append(table.drop(["row"]))
+        writers.write("train", tables[-1], is_end=is_end)
+    writers.close()
+    assert not list((folder / "spool").iterdir())
+    return pa.concat_tables(tables)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    spool, writers = token_files.PreparedRowSpool(tmp_path / "spool"), token_files.SplitWriters(tmp_path)
-    spool.add([sample(number) for number in range(COUNT)], 0)
-    for table in spool.tables():
-        writers.write("train", table.drop(["row"]))
-    writers.close()
+    write_rows(tmp_path, COUNT)
     return tmp_path
 
 
@@ -44,6 +53,22 @@ def test_rows_and_lengths_equal_those_of_datasets(data: Path) -> None:
     assert rows.labels.tolist() == [label for labels in library["labels"] for label in labels]
     assert token_files.read_lengths(data, "train").tolist() == rows.lengths.tolist()
     assert token_files.read_lengths(data, "train").dtype == np.int64
+
+
+def test_buckets_that_do_not_fit_in_memory_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("whole", "divided", "at_a_batch"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(token_files, "BUCKETS", 1)
+    rows = write_rows(tmp_path / "whole", COUNT)
+    monkeypatch.setattr(token_files, "BUCKET_BYTES", 30_000)
+    assert write_rows(tmp_path / "divided", COUNT).column("id").num_chunks > 10
+    writers = token_files.SplitWriters(tmp_path / "at_a_batch")
+    for start in range(0, COUNT, token_files.BATCH_ROWS):
+        part = rows.take(np.arange(start, min(start + token_files.BATCH_ROWS, COUNT)))
+        writers.write("train", part, is_end=start + len(part) == COUNT)
+    writers.close()
+    whole, *others = ((tmp_path / name / "train.arrow").read_bytes() for name in ("whole", "divided", "at_a_batch"))
+    assert others == [whole, whole]
 
 
 def test_a_split_without_rows_has_none(data: Path) -> None:

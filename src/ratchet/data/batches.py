@@ -10,10 +10,10 @@ D. S. Johnson, Fast algorithms for bin packing, Journal of Computer and System S
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,40 +64,71 @@ class PackingPlan:
         return by_length[self._positions]
 
 
-def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
-    """Return the pack of each position; positions are the rows in order of decreasing length.
+def count_packs(counts: NDArray[np.int64], capacity_tokens: int) -> int:
+    """Return the number of packs of a `PackingPlan`, from the number of rows of each length (index: tokens)."""
+    lengths = np.flatnonzero(counts)
+    return sum(one.packs for one in _place_rows(lengths, counts[lengths], capacity_tokens) if one.is_new)
+
+
+class _Placement(NamedTuple):
+    """Rows of one length that are placed together, as many into each pack as fit; the last pack may take fewer."""
+
+    length: int
+    rows: int
+    packs: int
+    space: int
+    """Free tokens of each of these packs before."""
+    is_new: bool
+
+
+def _place_rows(lengths: NDArray[np.int64], counts: NDArray[np.int64], capacity_tokens: int) -> Iterator[_Placement]:
+    """Yield how best fit decreasing places rows, from the distinct lengths, ascending, and the number of rows of each.
 
     Rows of equal length are placed together: the fullest packs with space for at least one of these rows take as many
     of them as fit, one pack after another. The result is the same as that of best fit row by row. Each iteration places
     at least one row and changes only packs that take rows. A bit field with one bit per token of capacity makes the
     search fast.
     """
-    pack_of = np.empty(len(lengths), dtype=np.int64)
-    placed = pack_count = 0
-    packs: dict[int, list[int]] = defaultdict(list)  # open packs by free space, in tokens
-    space_bits = 0  # bit s is set if packs[s] is not empty
-    values, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(reversed(values.tolist()), reversed(counts.tolist()), strict=True):
-        end = placed + count
-        while placed < end:
+    packs: dict[int, int] = defaultdict(int)  # number of open packs by free space, in tokens
+    space_bits = 0  # bit s is set if packs[s] is not 0
+    for length, count in zip(reversed(lengths.tolist()), reversed(counts.tolist()), strict=True):
+        remaining = count
+        while remaining:
             fitting = space_bits >> length
             space = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity_tokens
             rows_per_pack = space // length
-            needed = -(-(end - placed) // rows_per_pack)
+            filled = -(-remaining // rows_per_pack)
             if fitting:
-                filled_packs = packs[space][-needed:]
-                del packs[space][-needed:]
-            else:
-                filled_packs = list(range(pack_count, pack_count + needed))
-                pack_count += needed
-            rows = min(end - placed, rows_per_pack * len(filled_packs))
-            pack_of[placed : placed + rows] = np.repeat(filled_packs, rows_per_pack)[:rows]
-            placed += rows
-            rows_in_last = rows - rows_per_pack * (len(filled_packs) - 1)
-            packs[space - rows_per_pack * length] += filled_packs[:-1]
-            packs[space - rows_in_last * length].append(filled_packs[-1])
+                filled = min(filled, packs[space])
+                packs[space] -= filled
+            rows = min(remaining, rows_per_pack * filled)
+            remaining -= rows
+            rows_in_last = rows - rows_per_pack * (filled - 1)
+            packs[space - rows_per_pack * length] += filled - 1
+            packs[space - rows_in_last * length] += 1
             for free in (space, space - rows_per_pack * length, space - rows_in_last * length):
                 space_bits = space_bits | 1 << free if packs[free] else space_bits & ~(1 << free)
+            yield _Placement(length, rows, filled, space, is_new=not fitting)
+
+
+def _best_fit_decreasing(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
+    """Return the pack of each position; positions are the rows in order of decreasing length."""
+    pack_of = np.empty(len(lengths), dtype=np.int64)
+    placed = pack_count = 0
+    packs: dict[int, list[int]] = defaultdict(list)  # open packs by free space, in tokens
+    lengths_and_counts = np.unique(lengths, return_counts=True)
+    for length, rows, filled, space, is_new in _place_rows(*lengths_and_counts, capacity_tokens):
+        if is_new:
+            filled_packs = list(range(pack_count, pack_count + filled))
+            pack_count += filled
+        else:
+            filled_packs = packs[space][-filled:]
+            del packs[space][-filled:]
+        rows_per_pack = space // length
+        pack_of[placed : placed + rows] = np.repeat(filled_packs, rows_per_pack)[:rows]
+        placed += rows
+        packs[space - rows_per_pack * length] += filled_packs[:-1]
+        packs[space - (rows - rows_per_pack * (filled - 1)) * length].append(filled_packs[-1])
     return pack_of
 
 

@@ -10,6 +10,7 @@ from ratchet.config.extensions import describe_extension
 from ratchet.config.prepare import Prepare
 from ratchet.data import batches, ingest
 from ratchet.data.ingest import RowIngestion
+from ratchet.data.row_table import BLOCK_ROWS
 from ratchet.data.selection import RowSelection
 from ratchet.data.sources import SourceReader, describe_teacher_data
 from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, split_fractions
@@ -40,21 +41,26 @@ def build_card(
     ingestion: RowIngestion, selection: RowSelection, settings: Prepare, reader: SourceReader
 ) -> DatasetCard:
     """Build the card. The stage adds the digests of data, base model and template."""
-    accepted = ingestion.accepted
-    lengths, trained = np.array(accepted.lengths), np.array(accepted.trained_tokens)
-    members = {name: np.flatnonzero(selection.kept & (selection.split == code)) for code, name in enumerate(SPLITS)}
-    sources = _source_cards(ingestion, settings, reader, members["train"])
+    values = ingestion.accepted.values
+    masks = {name: selection.kept & (selection.split == code) for code, name in enumerate(SPLITS)}
+    lengths = values.column("length")
     width = _bin_width(int(lengths.max(initial=1)))
-    repetitions = selection.copies[members["train"]]
-    written = {**members, "train": np.repeat(members["train"], repetitions)}  # the rows of one epoch
+    length_counts = {name: _count_values(lengths, mask, selection.copies) for name, mask in masks.items()}
+    del lengths
+    trained_tokens = values.column("trained_tokens")
+    trained = {name: int((trained_tokens * selection.copies)[mask].sum()) for name, mask in masks.items()}
+    del trained_tokens
+    sources = _source_cards(ingestion, settings, reader, masks["train"])
     by_label = strata = {}
     if settings.task == "labels":
-        codes = np.array(accepted.label_codes, dtype=np.int64)
-        by_label = strata = _count_by_split(list(ingestion.label_names), codes, members)
+        by_label = strata = _count_by_split(list(ingestion.label_names), values.column("label"), masks)
     if settings.split.stratify:
-        codes = ingestion.split_assigner.stratum_codes()[np.array(accepted.split_indices, dtype=np.int64)]
-        strata = _count_by_split(ingestion.split_assigner.strata, codes, members)
-    cut = np.array(accepted.truncated_tokens)
+        codes = np.empty(len(values), dtype=np.int32)
+        codes_of_all = ingestion.split_assigner.stratum_codes()
+        for rows, (indices,) in values.blocks("split_index"):
+            codes[rows] = codes_of_all[indices]
+        strata = _count_by_split(ingestion.split_assigner.strata, codes, masks)
+    cut = {name: values.column("truncated_tokens", mask) for name, mask in masks.items()}
     teachers = [card.teacher_provenance for card in sources.values() if card.teacher_provenance is not None]
     return DatasetCard(
         digest="",
@@ -68,11 +74,11 @@ def build_card(
             check: FlawedRows(count=rows.count, is_dropped=check in settings.quality.drop, examples=rows.examples)
             for check, rows in ingestion.flaws.dropped.items()
         },
-        splits={name: len(rows) for name, rows in members.items()},
-        lengths={name: _summarize_lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
+        splits={name: int(np.count_nonzero(mask)) for name, mask in masks.items()},
+        lengths={name: _summarize_lengths(counts, trained[name], width) for name, counts in length_counts.items()},
         labels={name: count for name, stratum in by_label.items() if (count := stratum.splits["train"])},
         source_cards=sources,
-        repeated=int((repetitions - 1).sum()),
+        repeated=int((selection.copies[masks["train"]] - 1).sum()),
         balanced=selection.balanced,
         teacher_rows=sum(teacher.training_rows for teacher in teachers),
         end_of_turn=ingestion.encoder.end_of_turn,
@@ -80,29 +86,27 @@ def build_card(
         strata=strata,
         near_duplicates=selection.near_duplicates,
         semantic_duplicates=selection.semantic_duplicates,
-        pairs=_compare_lengths(ingestion, members["train"]) if ingestion.has_pairs else None,
-        desirable_rows=int(np.array(accepted.is_desirable)[written["train"]].sum())
+        pairs=_compare_lengths(ingestion, masks["train"]) if ingestion.has_pairs else None,
+        desirable_rows=int((values.column("is_desirable") * selection.copies)[masks["train"]].sum())
         if ingestion.preference == "label"
         else None,
         leaks=selection.leaks,
         truncated={
-            name: TruncationReport(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
-            for name, rows in members.items()
-            if cut[rows].any()
+            name: TruncationReport(rows=int(np.count_nonzero(tokens)), tokens=int(tokens.sum()))
+            for name, tokens in cut.items()
+            if tokens.any()
         },
-        packing=_compute_fill_rates(lengths[written["train"]]),
+        packing=_compute_fill_rates(length_counts["train"]),
         missing_fields=ingestion.passthrough.missing,
         notes=(*_notes(ingestion, settings, strata, selection), *_describe_held_out_pairs(reader)),
     )
 
 
 def _source_cards(
-    ingestion: RowIngestion, settings: Prepare, reader: SourceReader, training: NDArray[np.int64]
+    ingestion: RowIngestion, settings: Prepare, reader: SourceReader, training: NDArray[np.bool_]
 ) -> dict[str, SourceCard]:
     cards = {}
-    training_rows = np.bincount(
-        np.array(ingestion.accepted.source_indices, dtype=np.int64)[training], minlength=len(settings.sources)
-    )
+    training_rows = np.bincount(ingestion.accepted.values.column("source", training), minlength=len(settings.sources))
     for index, source in enumerate(settings.sources):
         contents = {name: digests.hash_file(path) for name, path in reader.files[index].items()}
         teacher = reader.teacher_cards[index]
@@ -117,9 +121,9 @@ def _source_cards(
     return cards
 
 
-def _compare_lengths(ingestion: RowIngestion, rows: NDArray[np.int64]) -> PairReport:
-    accepted = ingestion.accepted
-    chosen, rejected = np.array(accepted.trained_tokens)[rows], np.array(accepted.rejected_tokens)[rows]
+def _compare_lengths(ingestion: RowIngestion, mask: NDArray[np.bool_]) -> PairReport:
+    values = ingestion.accepted.values
+    chosen, rejected = values.column("trained_tokens", mask), values.column("rejected_tokens", mask)
     return PairReport(
         chosen_tokens=round(float(chosen.mean()), 2),
         rejected_tokens=round(float(rejected.mean()), 2),
@@ -129,8 +133,8 @@ def _compare_lengths(ingestion: RowIngestion, rows: NDArray[np.int64]) -> PairRe
 
 def _describe_length_bias(ingestion: RowIngestion, selection: RowSelection) -> Iterator[str]:
     """Yield a note if most chosen answers are longer, or most are shorter, than the rejected ones."""
-    rows = np.flatnonzero(selection.kept & (selection.split == TRAIN))
-    report = _compare_lengths(ingestion, rows) if ingestion.has_pairs and len(rows) else None
+    mask = selection.kept & (selection.split == TRAIN)
+    report = _compare_lengths(ingestion, mask) if ingestion.has_pairs and mask.any() else None
     if report is not None and abs(report.longer_chosen - 0.5) > MAX_LENGTH_BIAS:
         yield (
             f"the chosen answer is the longer one in {report.longer_chosen:.0%} of the training pairs (chosen "
@@ -146,24 +150,39 @@ def _bin_width(longest: int) -> int:
     return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= smallest))
 
 
-def _summarize_lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int) -> LengthDistribution:
-    bins, counts = np.unique(lengths // width, return_counts=True)
+def _count_values(values: NDArray[np.int32], mask: NDArray[np.bool_], copies: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return how often each value occurs in the rows of a mask and their copies; the index is the value."""
+    counts = np.zeros(int(values.max(initial=0)) + 1, dtype=np.int64)
+    for start in range(0, len(values), BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        np.add.at(counts, values[rows][mask[rows]], copies[rows][mask[rows]])
+    return counts
+
+
+def _summarize_lengths(counts: NDArray[np.int64], trained: int, width: int) -> LengthDistribution:
+    """Summarize the lengths of one or more rows, from the number of rows of each length (index: tokens)."""
+    present, total = np.flatnonzero(counts), int(counts.sum())
+    ends = np.cumsum(counts)
+    # The lengths at these positions in the sorted rows: the two in the middle, and the lower one at 95 %.
+    positions = [(total - 1) // 2, total // 2, int((total - 1) * 0.95)]
+    low, high, p95 = np.searchsorted(ends, positions, side="right").tolist()
+    histogram = np.bincount(present // width, weights=counts[present])
     return LengthDistribution(
-        least=int(lengths.min()),
-        median=round(float(np.median(lengths))),
-        p95=int(np.percentile(lengths, 95, method="lower")),
-        greatest=int(lengths.max()),
-        total=int(lengths.sum()),
-        trained=int(trained.sum()),
-        histogram={int(b) * width: int(n) for b, n in zip(bins, counts, strict=True)},
+        least=int(present[0]),
+        median=round((low + high) / 2),
+        p95=p95,
+        greatest=int(present[-1]),
+        total=int((present * counts[present]).sum()),
+        trained=trained,
+        histogram={b * width: int(n) for b, n in enumerate(histogram.tolist()) if n},
     )
 
 
 def _count_by_split(
-    names: list[str], codes: NDArray[np.int64], members: dict[SplitName, NDArray[np.int64]]
+    names: list[str], codes: NDArray[np.int32], masks: dict[SplitName, NDArray[np.bool_]]
 ) -> dict[str, SplitStratum]:
     """Count kept rows by name and split; `codes` has for each row the index of its name."""
-    counts = {split: np.bincount(codes[rows], minlength=len(names)) for split, rows in members.items()}
+    counts = {split: np.bincount(codes[mask], minlength=len(names)) for split, mask in masks.items()}
     strata = {}
     for name, code in sorted((name, code) for code, name in enumerate(names)):
         splits = {split: int(count[code]) for split, count in counts.items()}
@@ -172,11 +191,13 @@ def _count_by_split(
     return strata
 
 
-def _compute_fill_rates(lengths: NDArray[np.int32]) -> dict[str, float]:
+def _compute_fill_rates(counts: NDArray[np.int64]) -> dict[str, float]:
     """Return the fill rate of packs for the two smallest capacities that fit the longest row."""
-    capacities = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)][:2]
-    packs = {capacity: len(batches.PackingPlan(lengths, capacity)) for capacity in capacities}
-    return {str(c): round(int(lengths.sum()) / (count * c), 4) if count else 0.0 for c, count in packs.items()}
+    tokens = int((np.arange(len(counts)) * counts).sum())
+    longest = int(np.flatnonzero(counts).max(initial=0))
+    capacities = [capacity for capacity in PACK_TOKENS if capacity >= longest][:2]
+    packs = {capacity: batches.count_packs(counts, capacity) for capacity in capacities}
+    return {str(c): round(tokens / (count * c), 4) if count else 0.0 for c, count in packs.items()}
 
 
 def _notes(
@@ -234,11 +255,11 @@ def _describe_teacher_labels(ingestion: RowIngestion, settings: Prepare, selecti
 
     Teacher answers are never held out, so no held-out row has these labels.
     """
-    accepted = ingestion.accepted
-    from_teacher = np.array(accepted.from_teacher, dtype=np.bool_)
+    values = ingestion.accepted.values
+    from_teacher = values.column("from_teacher")
     if settings.task != "labels" or not from_teacher.any():
         return
-    names, labels = list(ingestion.label_names), np.array(accepted.label_codes, dtype=np.int64)
+    names, labels = list(ingestion.label_names), values.column("label")
     own_counts = np.bincount(labels[~from_teacher], minlength=len(names))
     counts = np.bincount(labels[from_teacher & selection.kept], minlength=len(names))
     new = [(name, int(counts[code])) for code, name in enumerate(names) if counts[code] and not own_counts[code]]

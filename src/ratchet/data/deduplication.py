@@ -9,7 +9,7 @@ pair is then verified with the exact Jaccard similarity, so no row is dropped by
 import re
 import unicodedata
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rensa import RMinHash
 
 from ratchet.config.prepare import DeduplicationSettings
+from ratchet.data.row_table import find_shared, sort_unique
 
 _ASCII_WORDS = bytes(byte if chr(byte).isalnum() else ord(" ") for byte in range(128)).lower().ljust(256)
 _INVISIBLE = re.compile("[\u00ad\u200c\u200d\u2060\ufeff]")  # inside words: soft hyphen, (non-)joiners, byte order mark
@@ -40,6 +41,9 @@ _CACHED_SHINGLES = 200_000  # number of shingles in the shingle cache, some 25 M
 _MISSED_WEIGHT = 0.95  # weight of missed pairs in `choose_banding`; false candidates have the weight 0.05
 _BUCKET_ROWS = 64  # maximum number of kept rows in one bucket
 _PROGRESS_ROWS = 1000  # number of rows between two progress reports
+
+SortRows = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Function that sorts ascending row indices by preference: the row to keep first."""
 
 
 def split_words(text: str) -> list[str]:
@@ -213,17 +217,25 @@ class RowCluster:
     dropped: tuple[int, ...]
 
 
-def _number_buckets(band_keys: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the bucket of each row and band, -1 where no other row has the key; and the rows in each bucket."""
-    buckets, sizes = np.full(band_keys.shape, -1, dtype=np.int32), [np.empty(0, dtype=np.int64)]
-    total = 0
-    for band in range(band_keys.shape[1]):
-        _, key_of_row, counts = np.unique(band_keys[:, band], return_inverse=True, return_counts=True)
-        is_shared = counts > 1
-        buckets[:, band] = np.where(is_shared, total + np.cumsum(is_shared) - 1, -1)[key_of_row]
-        sizes.append(counts[is_shared])
+def _number_buckets(
+    band_keys: Iterable[NDArray[Any]], mask: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+    """Return the rows in the mask that share a key of a band, ascending; their buckets; and the rows in each bucket.
+
+    Buckets are [rows returned, bands], and -1 where no other row has the key.
+    """
+    found: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = []
+    sizes, total = [np.empty(0, dtype=np.int64)], 0
+    for keys in band_keys:
+        sharing, numbers = find_shared(keys, mask)
+        found.append((sharing, numbers + total))
+        sizes.append(np.bincount(numbers))
         total += len(sizes[-1])
-    return buckets, np.concatenate(sizes)
+    rows = sort_unique(np.concatenate([np.empty(0, dtype=np.int64), *(sharing for sharing, _ in found)]))
+    buckets = np.full((len(rows), len(found)), -1, dtype=np.int32)
+    for band, (sharing, numbers) in enumerate(found):
+        buckets[np.searchsorted(rows, sharing), band] = numbers
+    return rows, buckets, np.concatenate(sizes)
 
 
 class _ShingleCache:
@@ -247,60 +259,57 @@ class _ShingleCache:
 
 
 def cluster_duplicates(
-    band_keys: NDArray[np.uint64],
-    rank: NDArray[np.int64],
+    band_keys: Iterable[NDArray[np.uint64]],
+    mask: NDArray[np.bool_],
+    sort_rows: SortRows,
     text_of: Callable[[int], str],
     settings: DeduplicationSettings,
     progress: Callable[[int], None],
 ) -> list[RowCluster]:
-    """Find near-duplicates; return one cluster for each kept row that has similar rows, best rank first.
+    """Find near-duplicates; return one cluster for each kept row that has similar rows, best row first.
 
-    Rows are processed in the order of their unique `rank`. A row is dropped if it is similar to a kept row in one of
-    its buckets; otherwise it is kept. So every dropped row is similar to a kept row (not only through a chain of other
-    rows), and the result does not depend on the order of the rows.
+    Rows are processed in the order of `sort_rows`, which gives each row a unique rank. A row is dropped if it is
+    similar to a kept row in one of its buckets; otherwise it is kept. So every dropped row is similar to a kept row
+    (not only through a chain of other rows), and the result does not depend on the order of the rows.
 
     A bucket stores at most its first 64 kept rows. More than 64 rows that are not similar to each other share a key
     only if they have the same boilerplate, and then a comparison of all pairs would take quadratic time. Kept rows that
     a full bucket does not store are still compared through other buckets: two rows share the more buckets, the more
-    similar they are. Memory in addition to the keys is 4 bytes per row and band, and up to 9 more per row and band if
-    every row shares a bucket.
+    similar they are. Memory is 25 bytes per row, and up to 21 more per band for each row that shares a bucket.
 
-    `band_keys` is [rows, bands]. `text_of` returns a row's text, and is called for candidates only; `progress` is
-    called now and then with the number of processed rows.
+    `band_keys` yields the keys of all rows for one band at a time, and `mask` selects the rows to compare. `text_of`
+    returns a row's text, and is called for candidates only; `progress` is called now and then with the number of
+    processed rows.
     """
     threshold = settings.jaccard_threshold
     if threshold is None:
-        progress(len(band_keys))
+        progress(int(np.count_nonzero(mask)))
         return []
     shingles_of = _ShingleCache(text_of, settings.shingle_words)
     return cluster_similar_rows(
-        band_keys, rank, lambda row, kept: _is_similar(shingles_of(row), shingles_of(kept), threshold), progress
-    )
+        band_keys, mask, sort_rows, lambda row, kept: _is_similar(shingles_of(row), shingles_of(kept), threshold),
+        progress,
+    )  # fmt: skip
 
 
 def cluster_similar_rows(
-    band_keys: NDArray[Any],
-    rank: NDArray[np.int64],
+    band_keys: Iterable[NDArray[Any]],
+    mask: NDArray[np.bool_],
+    sort_rows: SortRows,
     is_similar: Callable[[int, int], bool],
     progress: Callable[[int], None],
 ) -> list[RowCluster]:
     """Find clusters as `cluster_duplicates` does, with another test of the similarity of a row and a kept row."""
-    if not len(band_keys):
-        progress(0)
-        return []
-    by_rank = np.argsort(rank)
-    all_buckets, sizes = _number_buckets(band_keys)
-    # Of all rows by rank: the positions of those that share a bucket. Below, a position is an index into `rows`.
-    places = np.flatnonzero(np.any(all_buckets >= 0, axis=1)[by_rank])
-    rows = by_rank[places]
-    buckets = all_buckets[rows]
-    del all_buckets
+    sharing, buckets, sizes = _number_buckets(band_keys, mask)
+    rows = sort_rows(sharing)  # below, a position is an index into `rows`
+    places = np.searchsorted(sharing, rows)
     # The last row of a bucket is not stored, because no later row is compared with it.
     offsets = np.concatenate([[0], np.cumsum(np.minimum(sizes - 1, _BUCKET_ROWS))])
     kept_in, kept_counts = np.empty(offsets[-1], dtype=np.int32), np.zeros(len(sizes), dtype=np.uint8)
     kept_of = np.full(len(rows), -1, dtype=np.int32)
     for position, row in enumerate(rows.tolist()):
-        own = buckets[position][buckets[position] >= 0]
+        own = buckets[places[position]]
+        own = own[own >= 0]
         shared: Counter[int] = Counter()
         for start, count in zip(offsets[own].tolist(), kept_counts[own].tolist(), strict=True):
             shared.update(kept_in[start : start + count].tolist())
@@ -314,8 +323,8 @@ def cluster_similar_rows(
             kept_in[offsets[free] + kept_counts[free]] = position
             kept_counts[free] += 1
         if position % _PROGRESS_ROWS == 0:
-            progress(int(places[position]))
-    progress(len(band_keys))
+            progress(position)
+    progress(int(np.count_nonzero(mask)))
     dropped = np.flatnonzero(kept_of >= 0)
     dropped = dropped[np.argsort(kept_of[dropped], kind="stable")]
     return [

@@ -1,16 +1,14 @@
 """Checks and encodes the rows of all sources, balances the training rows, and spools the tokens to disk.
 
-Every row is counted: it is either accepted, or dropped for one reason. Tokens go to disk at once. The values of all
-rows that the later selection needs (hashes, lengths, splits) stay in memory as arrays of a few hundred bytes per row,
-so a million rows need well under a gigabyte.
+Every row is counted: it is either accepted, or dropped for one reason. Tokens go to disk at once, and so do the values
+of all rows that the later selection needs (hashes, lengths, splits); the selection reads one column of them at a time.
 """
 
-import tempfile
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +30,7 @@ from ratchet.data.conversation import (
 from ratchet.data.leakage import BenchmarkIndex, LeakageMatch
 from ratchet.data.quality import QualityChecks
 from ratchet.data.readers import type_name
+from ratchet.data.row_table import RowTable, TextSpool
 from ratchet.data.schema_detection import (
     NAMES_SHOWN,
     FieldNames,
@@ -85,16 +84,19 @@ class RowIngestion:
         self.encoder = ConversationEncoder(tokenizer, "last" if settings.task == "preferences" else settings.turns)
         searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
         self.signatures = deduplication.MinHashSignatures(settings.deduplication) if searches_near_duplicates else None
+        bands = [(str(band), "u8") for band in range(self.signatures.bands)] if self.signatures else []
+        self.band_keys = RowTable(folder, np.dtype(bands))
+        """MinHash band keys of the accepted rows, a column for each band."""
         self.text_spool = TextSpool(folder)
         self.row_spool = PreparedRowSpool(folder / "spool")
-        self.split_assigner = SplitAssigner(settings, teacher_sources)
+        self.split_assigner = SplitAssigner(settings, teacher_sources, folder)
         self.balancer = CategoryBalancer(settings.balance, settings.task == "labels")
         self.passthrough = PassthroughFields(settings.extra_fields, settings.split.group)
         self.filters = [(name, load_extension("ratchet.filters", name, "prepare.filters")) for name in settings.filters]
         self.ledger = RowLedger()
         self.flaws = RowLedger()
         """Rows that a check of their text finds, by check; a row may be in several, and is not always dropped."""
-        self.accepted = IngestedRows()
+        self.accepted = IngestedRows(folder)
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.sources)
         self.unanswered_messages = 0
@@ -106,9 +108,9 @@ class RowIngestion:
         return self.preference == "pair"
 
     def close(self) -> None:
-        """Delete the temporary files; the values in memory stay."""
-        self.text_spool.close()
-        self.row_spool.close()
+        """Delete the temporary files."""
+        for part in (self.band_keys, self.text_spool, self.row_spool, self.split_assigner, self.accepted):
+            part.close()
 
     def ingest(self, rows: Iterator[SourceRow | MalformedRecord]) -> None:
         """Check, encode and spool all rows.
@@ -223,22 +225,28 @@ class RowIngestion:
             if conversation is not conversations[k]:
                 conversations[k], texts[k] = conversation, conversation.text
             full_length = len(encoded.input_ids) if isinstance(encoded, EncodedConversation) else 0
-            if matches[k]:
-                self.accepted.leaks[first + len(kept)] = matches[k]
             kept.append(k)
             group, fields = self.passthrough.group_of(row), self.passthrough.take(row)
             samples.append(PreparedRow.from_conversation(conversations[k], final, group, fields, rejected))
             label = row.conversation.response if self.settings.task == "labels" else ""
-            self.accepted.add(samples[-1], row, split_index, full_length)
-            self.accepted.is_desirable.append(conversation.is_desirable is not False)
-            self.accepted.label_codes.append(self.label_names.setdefault(label, len(self.label_names)))
-            self.accepted.from_teacher.append(self.split_assigner.is_from_teacher(row.source))
-            self.balancer.add(row)
+            exact_key = deduplication.exact_key(f"{conversation.system}\0{texts[k]}")
+            self.accepted.add(
+                samples[-1],
+                row,
+                matches[k],
+                exact_high=int.from_bytes(exact_key[:8]),
+                exact_low=int.from_bytes(exact_key[8:]),
+                split_index=split_index,
+                truncated_tokens=full_length - len(final.input_ids),
+                label=self.label_names.setdefault(label, len(self.label_names)),
+                category=self.balancer.add(row),
+                is_desirable=conversation.is_desirable is not False,
+                from_teacher=self.split_assigner.is_from_teacher(row.source),
+            )
         if kept:
             self.row_spool.add(samples, first)
-            keys = (deduplication.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in kept)
-            self.accepted.exact_keys.append(b"".join(keys))
-            self.accepted.band_keys.append(bands[kept])
+            if self.signatures:
+                self.band_keys.extend(bands[kept].view(self.band_keys.dtype)[:, 0])
             self.text_spool.add(texts[k] for k in kept)
 
     def _apply_limits(
@@ -282,78 +290,73 @@ class RowIngestion:
                 return shortened or (conversation, RefusedConversation("too_long", detail))
 
 
-@dataclass
+_ACCEPTED = np.dtype(
+    [
+        ("id", "u8"), ("exact_high", "u8"), ("exact_low", "u8"), ("field_hash", "u8"), ("split_index", "i8"),
+        ("length", "i4"), ("trained_tokens", "i4"), ("rejected_tokens", "i4"), ("truncated_tokens", "i4"),
+        ("label", "i4"), ("category", "i4"), ("source", "i2"), ("is_desirable", "?"), ("from_teacher", "?"),
+    ]
+)  # fmt: skip
+"""Columns of `IngestedRows.values`:
+
+- `id`: first 64 bits of the sample id.
+- `exact_high`, `exact_low`: the key for exact deduplication.
+- `field_hash`: hash of group and passthrough fields, which decides which of several equal rows is kept.
+- `split_index`: row index in the split assigner.
+- `length`, `trained_tokens`: numbers of tokens.
+- `rejected_tokens`: number of trained tokens of the rejected answer; 0 without one.
+- `truncated_tokens`: number of tokens that truncation removed.
+- `label`: index into `RowIngestion.label_names`; all 0 for a text task.
+- `category`: category of prepare.balance, as `CategoryBalancer` numbers them.
+- `source`: index into prepare.sources.
+- `is_desirable`: false if the answer is labelled undesirable.
+- `from_teacher`: whether the row is an answer of a teacher.
+"""
+
+
 class IngestedRows:
-    """Values of the accepted rows that stay in memory, by index in the row spool."""
-
-    ids: "array[int]" = field(default_factory=lambda: array("Q"))
-    """First 64 bits of the sample id."""
-    exact_keys: list[bytes] = field(default_factory=list)
-    """Keys for exact deduplication; each entry holds the keys of one chunk."""
-    band_keys: list[NDArray[np.uint64]] = field(default_factory=list)
-    """MinHash band keys; each entry holds one chunk, [rows, bands]."""
-    split_indices: "array[int]" = field(default_factory=lambda: array("q"))
-    """Row index in the split assigner."""
-    lengths: "array[int]" = field(default_factory=lambda: array("i"))
-    """Number of tokens."""
-    trained_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    rejected_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    """Number of trained tokens of the rejected answer; 0 without one."""
-    is_desirable: "array[int]" = field(default_factory=lambda: array("b"))
-    """0 if the answer is labelled undesirable."""
-    truncated_tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    """Number of tokens that truncation removed."""
-    source_indices: "array[int]" = field(default_factory=lambda: array("h"))
-    label_codes: "array[int]" = field(default_factory=lambda: array("i"))
-    """Index into `label_names`; all 0 for a text task."""
-    field_hashes: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Hash of group and passthrough fields, which decides which of several equal rows is kept."""
-    where: list[str] = field(default_factory=list)
-    """Position in the source."""
-    from_teacher: "array[int]" = field(default_factory=lambda: array("b"))
-    """1 if the row is an answer of a teacher."""
-    leaks: dict[int, list[LeakageMatch]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def add(self, sample: PreparedRow, row: SourceRow, split_index: int, full_length: int) -> None:
-        """Add a row; `full_length` is its number of tokens before truncation."""
-        length = len(sample.encoded.input_ids)
-        self.ids.append(int(sample.id, 16))
-        self.split_indices.append(split_index)
-        self.lengths.append(length)
-        self.trained_tokens.append(sample.encoded.trained_tokens)
-        self.rejected_tokens.append(0 if sample.rejected is None else sample.rejected.trained_tokens)
-        self.truncated_tokens.append(full_length - length)
-        self.source_indices.append(row.source)
-        self.field_hashes.append(int(digests.hash_json([sample.group, sample.fields])[:16], 16))
-        self.where.append(row.where)
-
-
-class TextSpool:
-    """Texts by row in a temporary file. Only the few texts that are compared completely are read back."""
+    """Values of the accepted rows, by index in the row spool; temporary files hold them."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
-        self._ends = array("Q", [0])
+        self.values = RowTable(folder, _ACCEPTED)
+        self.where = TextSpool(folder)
+        """Position in the source."""
+        self.leaked_rows = array("q")
+        """Rows that overlap with an evaluation set."""
+        self.first_leaks = TextSpool(folder)
+        """For each of these rows: its first overlap, `benchmark: words`."""
+        self.leaks: dict[str, list[str]] = defaultdict(list)
+        """For each benchmark: `where: words` of the first overlaps."""
+        self.leak_counts: Counter[str] = Counter()
+        """Number of rows that overlap with each benchmark."""
 
-    def add(self, texts: Iterable[str]) -> None:
-        """Append the texts of the next rows."""
-        for text in texts:
-            data = text.encode()
-            self._file.write(data)
-            self._ends.append(self._ends[-1] + len(data))
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, sample: PreparedRow, row: SourceRow, matches: Sequence[LeakageMatch], **values: int) -> None:
+        """Add a row with its overlaps, and those of its values that follow neither from the sample nor from the row."""
+        if matches:
+            self.leaked_rows.append(len(self))
+            self.first_leaks.add([f"{matches[0].benchmark}: {matches[0].words}"])
+        for match in matches:
+            self.leak_counts[match.benchmark] += 1
+            if len(self.leaks[match.benchmark]) < EXAMPLES:
+                self.leaks[match.benchmark].append(f"{row.where}: {match.words}")
+        self.values.add(
+            id=int(sample.id, 16),
+            field_hash=int(digests.hash_json([sample.group, sample.fields])[:16], 16),
+            length=len(sample.encoded.input_ids),
+            trained_tokens=sample.encoded.trained_tokens,
+            rejected_tokens=0 if sample.rejected is None else sample.rejected.trained_tokens,
+            source=row.source,
+            **values,
+        )
+        self.where.add([row.where])
 
     def close(self) -> None:
-        """Delete the temporary file."""
-        self._file.close()
-
-    def __getitem__(self, row: int) -> str:
-        self._file.seek(self._ends[row])
-        text = self._file.read(self._ends[row + 1] - self._ends[row]).decode()
-        self._file.seek(0, 2)
-        return text
+        """Delete the temporary files."""
+        for part in (self.values, self.where, self.first_leaks):
+            part.close()
 
 
 class RowLedger:
@@ -366,8 +369,14 @@ class RowLedger:
 
     def drop(self, reason: str, where: str, detail: str = "") -> None:
         """Record a dropped row: its reason, its position in its source, and an explanation for the examples."""
-        self._counts[reason] += 1
-        if len(self._examples[reason]) < EXAMPLES:
+        self.drop_rows(reason, 1, [(where, detail)])
+
+    def drop_rows(self, reason: str, count: int, places: Iterable[tuple[str, str]]) -> None:
+        """Record dropped rows; of `places` (position, explanation) only those of examples are read."""
+        if not count:
+            return
+        self._counts[reason] += count
+        for where, detail in islice(places, EXAMPLES - len(self._examples[reason])):
             text = f"{where}: {detail}" if detail else where
             too_long = len(text) > MAX_DETAIL_CHARACTERS
             self._examples[reason].append(text[: MAX_DETAIL_CHARACTERS - 3] + "..." if too_long else text)
@@ -424,7 +433,6 @@ class CategoryBalancer:
     def __init__(self, settings: BalanceSettings, has_labels: bool) -> None:
         self._settings, self._by = settings, settings.by
         self._by_label = has_labels and settings.by == LABEL
-        self._codes = array("i")
         self._code_of: dict[str, int] = {}
         self._fields = FieldNames()
         self._field_seen = False
@@ -444,19 +452,21 @@ class CategoryBalancer:
         problem = find_text_flaw(text)
         return f"{name} {problem}" if problem else None
 
-    def add(self, row: SourceRow) -> None:
-        """Add the next row, which must be valid (see `find_problem`)."""
-        if self._by is not None:
-            name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
-            self._codes.append(self._code_of.setdefault(name, len(self._code_of)))
+    def add(self, row: SourceRow) -> int:
+        """Add the next row, which must be valid (see `find_problem`); return the number of its category."""
+        if self._by is None:
+            return 0
+        name = row.conversation.response if self._by_label else format_field_value(row.fields.get(self._by)) or ""
+        return self._code_of.setdefault(name, len(self._code_of))
 
     def count_copies(
-        self, train: NDArray[np.bool_], ids: NDArray[np.uint64]
+        self, train: NDArray[np.bool_], values: RowTable
     ) -> tuple[NDArray[np.int32], BalanceReport | None]:
         """Compute how often each row is used. Without balancing, every row is used once, and the report is None.
 
-        `train` is the mask of the training rows among all accepted rows. Raises DataError if no row has the field, the
-        field has too many values, or a category has too few rows and prepare.balance.on_shortage is `refuse`.
+        `train` is the mask of the training rows among all accepted rows, whose `values` are those of `IngestedRows`.
+        Raises DataError if no row has the field, the field has too many values, or a category has too few rows and
+        prepare.balance.on_shortage is `refuse`.
         """
         copies = np.ones(len(train), dtype=np.int32)
         if self._by is None:
@@ -472,7 +482,7 @@ class CategoryBalancer:
         rows = np.flatnonzero(train)
         if not len(rows):
             return copies, None
-        codes = np.array(self._codes, dtype=np.int64)[rows]
+        codes = values.column("category", train)
         counts = np.bincount(codes, minlength=len(self._code_of))
         names = sorted((name, code) for name, code in self._code_of.items() if counts[code])
         before = {name: int(counts[code]) for name, code in names}
@@ -484,8 +494,9 @@ class CategoryBalancer:
                 f"fewer training rows: {', '.join(short[:NAMES_SHOWN])}; lower it, add rows, or set "
                 "prepare.balance.on_shortage to take or repeat"
             )
-        keys = [digests.hash_bytes(f"{self._settings.seed}\0{i:016x}".encode())[:16] for i in ids[rows].tolist()]
-        order = np.lexsort((np.array([int(key, 16) for key in keys], dtype=np.uint64), codes))
+        names_of_rows = (f"{self._settings.seed}\0{i:016x}" for i in values.column("id", train))
+        keys = (int(digests.hash_bytes(name.encode())[:16], 16) for name in names_of_rows)
+        order = np.lexsort((np.fromiter(keys, dtype=np.uint64, count=len(rows)), codes))
         for members in np.split(rows[order], np.cumsum(counts)[:-1]):
             if len(members) >= target_rows or (len(members) and self._settings.on_shortage == "repeat"):
                 repetitions, rest = divmod(target_rows, len(members))

@@ -5,6 +5,7 @@ order: test before validation before training, so that no evaluation row is remo
 that no teacher wrote before teacher answers; the smallest id; the smallest hash of the fields.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 
 from ratchet.config.prepare import DropReason, Prepare
 from ratchet.data import deduplication, semantic_duplicates
+from ratchet.data.deduplication import RowCluster
 from ratchet.data.ingest import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT, RowIngestion
+from ratchet.data.row_table import find_shared, find_sorted, sort_unique
 from ratchet.data.semantic_duplicates import Embedder
-from ratchet.data.splits import SPLITS, TEST, TRAIN
+from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
 from ratchet.storage import digests
 from ratchet.storage.progress import report_progress
 from ratchet.storage.records.data import BalanceReport, LeakageReport, NearDuplicateCluster, NearDuplicateReport
@@ -51,20 +54,19 @@ def select_rows(ingestion: RowIngestion, settings: Prepare, embedder: Embedder |
     """
     selector = _RowSelector(ingestion, settings)
     split, accepted = selector.split, ingestion.accepted
-    for row in np.flatnonzero(selector.from_teacher & (split != TRAIN)).tolist():
-        selector.drop(row, HELD_OUT, f"its prompt is in {SPLITS[split[row]]}")
+    held_out = np.flatnonzero(accepted.values.column("from_teacher") & (split != TRAIN))
+    selector.drop(held_out, HELD_OUT, lambda k: f"its prompt is in {SPLITS[split[held_out[k]]]}")
     selector.drop_exact_duplicates()
     if any(source.split for source in settings.sources):  # otherwise no prompt is in two splits
         selector.drop_shared_prompts()
-    for row, matches in accepted.leaks.items():
-        if selector.kept[row] and split[row] != TEST:  # nothing is trained on a test row
-            selector.drop(row, "leaked", f"{matches[0].benchmark}: {matches[0].words}")
+    leaked = np.array(accepted.leaked_rows, dtype=np.int64)
+    numbers = np.flatnonzero(selector.kept[leaked] & (split[leaked] != TEST))  # nothing is trained on a test row
+    selector.drop(leaked[numbers], "leaked", lambda k: accepted.first_leaks[int(numbers[k])])
     near_duplicates = selector.drop_near_duplicates() if ingestion.signatures else None
     semantic_duplicates = selector.drop_semantic_duplicates(embedder) if embedder else None
     copies = selector.apply_weights()
-    repetitions, balanced = ingestion.balancer.count_copies((copies > 0) & (split == TRAIN), selector.ids)
-    for row in np.flatnonzero((copies > 0) & (repetitions == 0)).tolist():
-        ingestion.ledger.drop(BALANCED_OUT, accepted.where[row])
+    repetitions, balanced = ingestion.balancer.count_copies((copies > 0) & (split == TRAIN), accepted.values)
+    selector.drop(np.flatnonzero((copies > 0) & (repetitions == 0)), BALANCED_OUT)
     leaks = _report_leaks(ingestion)
     return RowSelection(split, copies * repetitions, near_duplicates, semantic_duplicates, leaks, balanced)
 
@@ -73,55 +75,62 @@ class _RowSelector:
     """State of a selection; arrays are by row index."""
 
     def __init__(self, ingestion: RowIngestion, settings: Prepare) -> None:
-        self.ingestion, self.settings, accepted = ingestion, settings, ingestion.accepted
-        self.split_indices = np.array(accepted.split_indices, dtype=np.int64)
-        self.split = ingestion.split_assigner.assign()[self.split_indices]
-        self.ids, self.from_teacher = (
-            np.array(accepted.ids, dtype=np.uint64),
-            np.array(accepted.from_teacher, dtype=bool),
-        )
-        self.preference = TEST - self.split
-        """0 for test, 1 for validation, 2 for training: of duplicates, one with the smallest number is kept."""
-        field_hashes = np.array(accepted.field_hashes, dtype=np.uint64)
-        order = np.lexsort((field_hashes, self.ids, self.from_teacher, self.preference))
-        self.rank = np.empty(len(order), dtype=np.int64)
-        self.rank[order] = np.arange(len(order))
-        self.kept = np.ones(len(accepted), dtype=np.bool_)
+        self.ingestion, self.settings = ingestion, settings
+        self.values = ingestion.accepted.values
+        assigned = ingestion.split_assigner.assign()
+        self.split = np.empty(len(self.values), dtype=np.int8)
+        for rows, (indices,) in self.values.blocks("split_index"):
+            self.split[rows] = assigned[indices]
+        self.kept = np.ones(len(self.values), dtype=np.bool_)
 
-    def drop(self, row: int, reason: str, detail: str) -> None:
-        self.kept[row] = False
-        self.ingestion.ledger.drop(reason, self.ingestion.accepted.where[row], detail)
+    def sort_by_preference(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sort ascending row indices: of duplicates, the first one is kept."""
+        columns = [self.values.column(name)[rows] for name in ("field_hash", "id", "from_teacher")]
+        return rows[np.lexsort((*columns, TEST - self.split[rows]))]
+
+    def drop(self, rows: NDArray[np.int64], reason: str, explain: Callable[[int], str] = lambda _: "") -> None:
+        """Drop rows; `explain` returns the explanation of the k-th of them."""
+        self.kept[rows] = False
+        where = self.ingestion.accepted.where
+        places = ((where[row], explain(k)) for k, row in enumerate(rows.tolist()))
+        self.ingestion.ledger.drop_rows(reason, len(rows), places)
 
     def drop_exact_duplicates(self) -> None:
-        rows, where = np.flatnonzero(self.kept), self.ingestion.accepted.where
-        keys = np.frombuffer(b"".join(self.ingestion.accepted.exact_keys), dtype=[("high", ">u8"), ("low", ">u8")])[
-            rows
-        ]
-        order = np.lexsort((self.rank[rows], keys["low"], keys["high"]))
-        for position in np.flatnonzero(keys[order][1:] == keys[order][:-1]):
-            self.drop(rows[order[position + 1]], "duplicate", f"same as {where[rows[order[position]]]}")
+        where = self.ingestion.accepted.where
+        candidates, _ = find_shared(self.values.column("exact_high"), self.kept)
+        rows = self.sort_by_preference(candidates)
+        high, low = (self.values.column(name)[rows] for name in ("exact_high", "exact_low"))
+        order = np.lexsort((low, high))  # stable: equal rows stay in the order of preference
+        rows, high, low = rows[order], high[order], low[order]
+        equal = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
+        self.drop(rows[equal + 1], "duplicate", lambda k: f"same as {where[int(rows[equal[k]])]}")
 
     def drop_shared_prompts(self) -> None:
         """Keep a prompt (or group) in its most preferred split only."""
-        positions = self.ingestion.split_assigner.positions()[self.split_indices]
-        _, prompt = np.unique(positions, return_inverse=True)
-        best = np.full(len(positions), len(SPLITS))
-        np.minimum.at(best, prompt[self.kept], self.preference[self.kept])
+        positions = self.ingestion.split_assigner.positions()
+        held_out = {}
+        for code in (VALIDATION, TEST):
+            found = [np.empty(0)]
+            for rows, (indices,) in self.values.blocks("split_index"):
+                found.append(positions[indices[self.kept[rows] & (self.split[rows] == code)]])
+            held_out[code] = sort_unique(np.concatenate(found))
+        best = np.full(len(self.values), TRAIN, dtype=np.int8)
+        for rows, (indices,) in self.values.blocks("split_index"):
+            for code, prompts in held_out.items():
+                best[rows][find_sorted(prompts, positions[indices])[1]] = code
         unit = "group" if self.settings.split.group else "prompt"
-        for row in np.flatnonzero(self.kept & (self.preference > best[prompt])).tolist():
-            self.drop(row, "leaked", f"its {unit} is in the {SPLITS[TEST - best[prompt[row]]]} rows too")
+        shared = np.flatnonzero(self.kept & (self.split < best))
+        self.drop(shared, "leaked", lambda k: f"its {unit} is in the {SPLITS[best[shared[k]]]} rows too")
 
     def drop_near_duplicates(self) -> NearDuplicateReport:
-        accepted, texts, settings = self.ingestion.accepted, self.ingestion.text_spool, self.settings.deduplication
-        rows = np.flatnonzero(self.kept)
-        bands = np.concatenate(accepted.band_keys)[rows] if accepted.band_keys else np.empty((0, 0), dtype=np.uint64)
-        accepted.band_keys.clear()
+        texts, settings = self.ingestion.text_spool, self.settings.deduplication
+        band_keys, count = self.ingestion.band_keys, int(np.count_nonzero(self.kept))
         found = deduplication.cluster_duplicates(
-            bands, self.rank[rows], lambda i: texts[int(rows[i])], settings,
-            lambda done: report_progress("rows compared", done, len(rows)),
+            (band_keys.column(name) for name in band_keys.names), self.kept, self.sort_by_preference,
+            texts.__getitem__, settings, lambda done: report_progress("rows compared", done, count),
         )  # fmt: skip
         return self._drop_clusters(
-            [(int(rows[cluster.kept]), rows[list(cluster.dropped)].tolist()) for cluster in found], "near_duplicate",
+            found, "near_duplicate",
             NearDuplicateReport(
                 threshold=settings.jaccard_threshold or 0.0, shingle_words=settings.shingle_words, clusters=0,
                 across_splits=0, largest=(),
@@ -129,15 +138,14 @@ class _RowSelector:
         )  # fmt: skip
 
     def drop_semantic_duplicates(self, embedder: Embedder) -> NearDuplicateReport:
-        rows, texts = np.flatnonzero(self.kept), self.ingestion.text_spool
         settings = self.settings.semantic_duplicates
         found = semantic_duplicates.cluster_semantic_duplicates(
-            self.rank[rows], lambda i: texts[int(rows[i])], embedder, settings, self.ingestion.folder,
-            lambda done: report_progress("meanings compared", done, len(rows)),
+            np.flatnonzero(self.kept), self.sort_by_preference, self.ingestion.text_spool.__getitem__, embedder,
+            settings, self.ingestion.folder,
         )  # fmt: skip
         model = f"{settings.model} ({embedder.digest[: digests.SHORT]})"
         return self._drop_clusters(
-            [(int(rows[cluster.kept]), rows[list(cluster.dropped)].tolist()) for cluster in found],
+            found,
             "semantic_duplicate",
             NearDuplicateReport(
                 threshold=settings.threshold, shingle_words=0, clusters=0, across_splits=0, largest=(), model=model
@@ -145,29 +153,29 @@ class _RowSelector:
         )
 
     def _drop_clusters(
-        self, clusters: list[tuple[int, list[int]]], reason: DropReason, report: NearDuplicateReport
+        self, clusters: list[RowCluster], reason: DropReason, report: NearDuplicateReport
     ) -> NearDuplicateReport:
         """Drop all rows of each cluster but the first; return the report with their numbers."""
         accepted, texts = self.ingestion.accepted, self.ingestion.text_spool
-        across_splits = contradicting = 0
-        for leader, others in clusters:
-            for row in others:
-                across_splits += int(self.split[row] != self.split[leader])
-                contradicting += int(accepted.label_codes[row] != accepted.label_codes[leader])
-                self.drop(row, reason, f"similar to {accepted.where[leader]}")
-        clusters.sort(key=lambda cluster: (-len(cluster[1]), self.rank[cluster[0]]))
+        rows = np.array([row for cluster in clusters for row in cluster.dropped], dtype=np.int64)
+        leaders = np.array([cluster.kept for cluster in clusters for _ in cluster.dropped], dtype=np.int64)
+        self.drop(rows, reason, lambda k: f"similar to {accepted.where[int(leaders[k])]}")
+        labels = self.values.column("label")
+        clusters.sort(key=lambda cluster: -len(cluster.dropped))  # equal sizes stay in the order of preference
         largest = [
             NearDuplicateCluster(
-                kept=accepted.where[leader],
-                dropped=tuple(accepted.where[row] for row in others[:EXAMPLES]),
-                size=1 + len(others),
-                texts=tuple(texts[row][:TEXT_SHOWN] for row in (leader, others[0])),
+                kept=accepted.where[cluster.kept],
+                dropped=tuple(accepted.where[row] for row in cluster.dropped[:EXAMPLES]),
+                size=1 + len(cluster.dropped),
+                texts=tuple(texts[row][:TEXT_SHOWN] for row in (cluster.kept, cluster.dropped[0])),
             )
-            for leader, others in clusters[:CLUSTERS_SHOWN]
+            for cluster in clusters[:CLUSTERS_SHOWN]
         ]
         return report.model_copy(
             update={
-                "clusters": len(clusters), "across_splits": across_splits, "contradicting": contradicting,
+                "clusters": len(clusters),
+                "across_splits": int(np.count_nonzero(self.split[rows] != self.split[leaders])),
+                "contradicting": int(np.count_nonzero(labels[rows] != labels[leaders])),
                 "largest": tuple(largest),
             }
         )  # fmt: skip
@@ -178,13 +186,13 @@ class _RowSelector:
         A row is used once more than the integer part of the weight if its id, divided by 2^64, is below the fractional
         part.
         """
-        source_indices = np.array(self.ingestion.accepted.source_indices, dtype=np.int64)
-        weights = np.array([source.weight for source in self.settings.sources])[source_indices]
-        integer_part = np.floor(weights)
-        repetitions = integer_part + (self.ids.astype(np.float64) / 2.0**64 < weights - integer_part)
-        copies = np.where(self.kept, np.where(self.split == TRAIN, repetitions, 1), 0).astype(np.int32)
-        for row in np.flatnonzero(self.kept & (copies == 0)):
-            self.ingestion.ledger.drop(SAMPLED_OUT, self.ingestion.accepted.where[row])
+        weights = np.array([source.weight for source in self.settings.sources])
+        copies = np.empty(len(self.values), dtype=np.int32)
+        for rows, (ids, sources) in self.values.blocks("id", "source"):
+            integer_part = np.floor(weights[sources])
+            repetitions = integer_part + (ids.astype(np.float64) / 2.0**64 < weights[sources] - integer_part)
+            copies[rows] = np.where(self.kept[rows], np.where(self.split[rows] == TRAIN, repetitions, 1), 0)
+        self.drop(np.flatnonzero(self.kept & (copies == 0)), SAMPLED_OUT)
         return copies
 
 
@@ -192,16 +200,12 @@ def _report_leaks(ingestion: RowIngestion) -> dict[str, LeakageReport]:
     if ingestion.benchmarks is None:
         return {}
     accepted = ingestion.accepted
-    examples: dict[str, list[str]] = {name: [] for name in ingestion.benchmarks.documents}
-    for row, matches in accepted.leaks.items():
-        for match in matches:
-            examples[match.benchmark].append(f"{accepted.where[row]}: {match.words}")
     return {
         name: LeakageReport(
-            documents=ingestion.benchmarks.documents[name],
+            documents=documents,
             unchecked=ingestion.benchmarks.unchecked[name],
-            rows=len(leaked),
-            examples=tuple(leaked[:EXAMPLES]),
+            rows=accepted.leak_counts[name],
+            examples=tuple(accepted.leaks[name]),
         )
-        for name, leaked in examples.items()
+        for name, documents in ingestion.benchmarks.documents.items()
     }

@@ -2,13 +2,13 @@
 
 Two rows are semantic duplicates if the cosine of their embeddings is at least the threshold (Abbas et al. 2023,
 SemDeDup). Signs of random projections (Charikar 2002) find candidates in linear time, as MinHash does for
-near-duplicates, and each candidate pair is verified with the cosine. Embeddings are in a temporary file, so memory is a
-few hundred bytes per row.
+near-duplicates, and each candidate pair is verified with the cosine. Embeddings and the signs are in temporary files.
 """
 
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from ratchet.config.extras import require_libraries
 from ratchet.config.prepare import SemanticDuplicateSettings
-from ratchet.data.deduplication import RowCluster, cluster_similar_rows
+from ratchet.data.deduplication import RowCluster, SortRows, cluster_similar_rows
+from ratchet.data.row_table import RowTable
 from ratchet.errors import DataError
 from ratchet.storage import digests
+from ratchet.storage.progress import report_progress
 
 SETTING = "prepare.semantic_duplicates.model"
 _SEED = 20
@@ -93,33 +95,41 @@ def choose_bits(threshold: float) -> int:
 
 
 def cluster_semantic_duplicates(
-    rank: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    sort_rows: SortRows,
     text_of: Callable[[int], str],
     embedder: Embedder,
     settings: SemanticDuplicateSettings,
     folder: Path,
-    progress: Callable[[int], None],
 ) -> list[RowCluster]:
-    """Return clusters of similar rows, as `deduplication.cluster_duplicates` does. `folder` is for a temporary file."""
-    count = len(rank)
+    """Return clusters of similar rows among `rows`, as `deduplication.cluster_duplicates` does.
+
+    `folder` is for temporary files. Rows are compared by their position in `rows`, whose indices ascend.
+    """
+    count = len(rows)
     if not count:
         return []
     bits = choose_bits(settings.threshold)
-    keys = np.empty((count, _BANDS), dtype=np.uint32)
+    bands = np.dtype([(str(band), "u4") for band in range(_BANDS)])
     places = np.uint32(1) << np.arange(bits, dtype=np.uint32)
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file, closing(RowTable(folder, bands)) as keys:
         planes = None
         for start in range(0, count, _BATCH_ROWS):
-            block = embedder.embed([text_of(row) for row in range(start, min(start + _BATCH_ROWS, count))])
+            block = embedder.embed([text_of(row) for row in rows[start : start + _BATCH_ROWS].tolist()])
             file.write(block.tobytes())
             if planes is None:
                 planes = np.random.default_rng(_SEED).standard_normal((block.shape[1], _BANDS * bits), dtype=np.float32)
             signs = (block.astype(np.float32) @ planes > 0).reshape(len(block), _BANDS, bits)
-            keys[start : start + len(block)] = (signs * places).sum(axis=2, dtype=np.uint32)
+            keys.extend((signs * places).sum(axis=2, dtype=np.uint32).view(bands)[:, 0])
         file.flush()
         vectors = np.memmap(file, dtype=np.float16, mode="r", shape=(count, block.shape[1]))
 
         def is_similar(first: int, second: int) -> bool:
             return float(vectors[first].astype(np.float32) @ vectors[second].astype(np.float32)) >= settings.threshold
 
-        return cluster_similar_rows(keys, rank, is_similar, progress)
+        clusters = cluster_similar_rows(
+            (keys.column(name) for name in keys.names), np.ones(count, dtype=np.bool_),
+            lambda positions: np.searchsorted(rows, sort_rows(rows[positions])), is_similar,
+            lambda done: report_progress("meanings compared", done, count),
+        )  # fmt: skip
+    return [RowCluster(int(rows[one.kept]), tuple(rows[list(one.dropped)].tolist())) for one in clusters]

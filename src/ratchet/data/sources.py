@@ -2,12 +2,14 @@
 
 A hub dataset is downloaded once, at a pinned commit, into the cache of `datasets`. Later runs read the memory-mapped
 cache and need no network (without a network, HF_HUB_OFFLINE=1 avoids half a minute of connection attempts). With
-`streaming`, nothing is kept, and each preparation reads the rows over the network. In two
-cases `datasets` (5.2.0, `load.py`) silently returns other rows than the pinned ones: the working directory has a folder
-with the dataset's name, or the hub cannot be reached and the cache contains another commit. Both are errors here.
+`streaming`, each preparation reads the rows over the network. It keeps the shards that it has read until it is
+complete, so that after a kill the next one reads only the others. In two cases `datasets` (5.2.0, `load.py`) silently
+returns other rows than the pinned ones: the working directory has a folder with the dataset's name, or the hub cannot
+be reached and the cache contains another commit. Both are errors here.
 """
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 
 from ratchet.config.prepare import ColumnSettings, Prepare, SourceSettings
 from ratchet.data import readers, schema_detection
@@ -22,7 +25,7 @@ from ratchet.data.conversation import MalformedRecord, SourceRow, join_leaf_text
 from ratchet.data.readers import Fields, Record, strip_struct_nulls
 from ratchet.data.schema_detection import RecordReader, find_text_flaw
 from ratchet.errors import DamagedFileError, DataError
-from ratchet.storage import digests, output_card
+from ratchet.storage import digests, files, output_card
 from ratchet.storage.output_card import CARD_ENDING, card_path
 from ratchet.storage.records.data import PROVENANCE, SelectionCard, TeacherProvenance
 
@@ -33,6 +36,8 @@ _GLOB_CHARACTERS = "*?["
 _MAX_FILES_SHOWN = 20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REASON_CHARACTERS = 300
+_SHARD = "streamed shard"
+_BATCH_ROWS = 1000
 
 
 class SourceReader:
@@ -45,13 +50,16 @@ class SourceReader:
     schema_descriptions: list[str]
     """For each source: the detected schema in words; "" until the first records of the source are read."""
 
-    def __init__(self, root: Path, settings: Prepare) -> None:
+    def __init__(self, root: Path, settings: Prepare, shards: Path | None = None) -> None:
         """Find the files without reading them.
+
+        `shards` is the folder in which complete shards of streamed datasets stay until the caller removes it; None: no
+        shard is kept.
 
         Raises DataError if a file is missing, has an unsupported format, belongs to two sources, or is outside the
         folders that DVC tracks, and DamagedFileError if a file of `ratchet select` changed since it was written.
         """
-        self._settings = settings
+        self._settings, self._shards = settings, shards
         self.files = [
             _find_files(root, source.files, _SOURCE_FOLDERS, "prepare.sources") if source.files else {}
             for source in settings.sources
@@ -87,10 +95,17 @@ class SourceReader:
             rows = self._source_rows(number, source)
             yield from map(_strip_label, rows) if self._settings.task == "labels" else rows
 
+    def remove_other_shards(self) -> None:
+        """Remove shards of earlier settings, which no source uses any more."""
+        wanted = {_shard_folder(source) for source in self._settings.sources if source.streaming}
+        for folder in self._shards.iterdir() if self._shards and self._shards.is_dir() else ():
+            if folder.name not in wanted:
+                shutil.rmtree(folder)
+
     def _source_rows(self, number: int, source: SourceSettings) -> Iterator[SourceRow | MalformedRecord]:
         files = self.files[number].items()
         records = (
-            read_hub_records(source)
+            read_hub_records(source, self._shards)
             if source.dataset
             else chain.from_iterable(readers.read_records(path, name) for name, path in files)
         )
@@ -230,15 +245,15 @@ def _describe_missing(root: Path, path: Path, pattern: str) -> str:
 # ----- Datasets of the hub
 
 
-def read_hub_records(source: SourceSettings) -> Iterator[Record]:
+def read_hub_records(source: SourceSettings, shards: Path | None = None) -> Iterator[Record]:
     """Yield every record of `source.dataset` in order, with the names of class labels.
 
-    Raises DataError if the dataset cannot be loaded at this commit.
+    For `shards` see `SourceReader`. Raises DataError if the dataset cannot be loaded at this commit.
     """
     split = _load_split(source)
     features = (split.features or {}).items()
     classes = {name: feature for name, feature in features if isinstance(feature, datasets.ClassLabel)}
-    for index, row in enumerate(_iterate_stream(source, split) if source.streaming else split):
+    for index, row in enumerate(_stream_rows(source, split, shards) if source.streaming else split):
         fields = {name: strip_struct_nulls(value) for name, value in row.items()}
         for name, class_label in classes.items():
             # Rows without a label have null or, by a convention of `datasets`, -1.
@@ -247,21 +262,72 @@ def read_hub_records(source: SourceSettings) -> Iterator[Record]:
         yield f"{source.dataset}[{source.dataset_split}]#{index}", fields
 
 
-def _iterate_stream(source: SourceSettings, split: Any) -> Iterator[Any]:
-    """Yield the rows of a split that is read over the network. `datasets` repeats a read that fails up to 20 times."""
-    rows, index = iter(split), 0
+def _stream_rows(source: SourceSettings, split: Any, shards: Path | None) -> Iterator[Fields]:
+    """Yield the rows of a split that is read over the network, and keep complete shards if there is a folder for them.
+
+    A shard of `datasets` is one data file. Without known types of its columns (JSON arrays) no shard is kept.
+    """
+    if shards is None or split.features is None:
+        yield from _iterate_stream(source, split, "row")
+        return
+    folder = shards / _shard_folder(source)
+    for index in range(split.num_shards):
+        kept = folder / f"{index:05}"
+        tables = _read_shard(kept) if _has_shard(kept) else _fetch_shard(source, split, index, kept)
+        for table in tables:
+            columns = split.features.decode_batch(table.to_pydict())
+            yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+
+
+def _shard_folder(source: SourceSettings) -> str:
+    identity = [source.dataset, source.subset, source.revision, source.dataset_split, datasets.__version__]
+    return digests.hash_json(identity)[: digests.SHORT]
+
+
+def _has_shard(kept: Path) -> bool:
+    """Return whether a complete shard is there; a damaged one is removed, because it can be read again."""
+    try:
+        files.verify_sealed(kept, _SHARD)
+    except DamagedFileError:
+        if kept.exists():
+            shutil.rmtree(kept)
+        return False
+    return True
+
+
+def _read_shard(kept: Path) -> Iterator[Any]:
+    with pa.OSFile(str(kept / "rows.arrow")) as stream, pa.ipc.open_stream(stream) as batches:
+        yield from batches
+
+
+def _fetch_shard(source: SourceSettings, split: Any, index: int, kept: Path) -> Iterator[Any]:
+    """Yield the tables of a shard; after the last one the shard is sealed as `kept`."""
+    shard = split.shard(split.num_shards, index).with_format("arrow").iter(_BATCH_ROWS)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        files.sealed_directory(kept, _SHARD) as scratch,
+        pa.ipc.new_stream(str(scratch / "rows.arrow"), split.features.arrow_schema, options=options) as writer,
+    ):
+        for table in _iterate_stream(source, shard, f"shard {index + 1} of {split.num_shards}, batch"):
+            writer.write_table(table)
+            yield table
+
+
+def _iterate_stream(source: SourceSettings, stream: Iterable[Any], unit: str) -> Iterator[Any]:
+    """Yield what is read over the network. `datasets` repeats a read that fails up to 20 times."""
+    items, index = iter(stream), 0
     while True:
         try:
-            row = next(rows)
+            item = next(items)
         except StopIteration:
             return
         except Exception as error:  # from httpx, huggingface_hub, datasets, pyarrow
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON_CHARACTERS]
             raise DataError(
-                f"{source.label}: row {index:,} cannot be read from the hub ({reason}); run the command again, or set "
-                "streaming: false, which keeps each downloaded file"
+                f"{source.label}: {unit} {index:,} cannot be read from the hub ({reason}); run the command again, or "
+                "set streaming: false, which keeps each downloaded file"
             ) from error
-        yield row
+        yield item
         index += 1
 
 

@@ -8,9 +8,9 @@ training row.
 """
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.data.conversation import SourceRow
+from ratchet.data.row_table import RowTable, find_sorted, sort_unique
 from ratchet.data.schema_detection import FieldNames
 from ratchet.errors import DataError
 from ratchet.storage import digests
@@ -59,13 +60,16 @@ def split_fractions(settings: Prepare) -> dict[SplitName, float]:
 
 
 class SplitAssigner:
-    """Assigner of splits: call `add` for each row, then `assign`. The memory is a few dozen bytes per row."""
+    """Assigner of splits: call `add` for each row, then `assign`, then `close`."""
 
-    def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = ()) -> None:
-        """Start with no rows. `teacher_sources` has for each source whether it contains teacher answers."""
+    def __init__(self, settings: Prepare, teacher_sources: Sequence[bool] = (), folder: Path | None = None) -> None:
+        """Start with no rows.
+
+        `teacher_sources` has for each source whether it contains teacher answers; `folder` is for temporary files.
+        """
         self.settings = settings.split
         self.fractions = split_fractions(settings)
-        self._teacher_rows = _TeacherRows(teacher_sources)
+        self._teacher_rows = _TeacherRows(teacher_sources, folder)
         self.is_from_teacher = self._teacher_rows.is_from_teacher
         self.strata: list[str] = []
         """Names of the strata by code, in order of first appearance."""
@@ -80,13 +84,16 @@ class SplitAssigner:
         named = [("group", split.group), ("time", split.time), *(("stratify", name) for name in split.stratify or ())]
         self._used = [(setting, name) for setting, name in named if name and (setting, name) != ("stratify", LENGTH)]
         self._unseen, self._fields = self._used, FieldNames()
-        self._positions, self._times = array("d"), array("d")
-        self._fixed_splits, self._codes = array("b"), array("l")
+        self._rows = RowTable(
+            folder, np.dtype([("position", "f8"), ("time", "f8"), ("stratum", "i4"), ("fixed_split", "i1")])
+        )
         self._code_of: dict[str, int] = {}
         self._time_kinds: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._positions)
+    def close(self) -> None:
+        """Delete the temporary files."""
+        self._rows.close()
+        self._teacher_rows.close()
 
     def find_problem(self, row: SourceRow) -> str | None:
         """Return the reason why a row cannot be assigned (a missing or unusable field); None if it can be assigned."""
@@ -110,8 +117,6 @@ class SplitAssigner:
         split, key = self.settings, normalize_text(row.conversation.prompt)
         if split.group is not None:
             key = f"group\0{row.fields[split.group]}"
-        self._positions.append(hash_position(key, split.seed))
-        self._fixed_splits.append(self._source_splits[row.source])
         self._teacher_rows.add(row)
         values = [_find_stratum_value(row, name) for name in split.stratify or ()]
         stratum = "".join(values)
@@ -120,13 +125,15 @@ class SplitAssigner:
         code = self._code_of.setdefault(stratum, len(self._code_of))
         if code == len(self.strata):
             self.strata.append(stratum)
-        self._codes.append(code)
-        if split.time:
-            value = row.fields.get(split.time)
-            self._times.append(_parse_time(value) or 0.0)
-            if not self.is_from_teacher(row.source):
-                self._time_kinds.add("numbers" if _finite_number(value) is not None else "dates")
-        return len(self._positions) - 1
+        value = row.fields.get(split.time) if split.time else None
+        if split.time and not self.is_from_teacher(row.source):
+            self._time_kinds.add("numbers" if _finite_number(value) is not None else "dates")
+        time = 0.0 if value is None else _parse_time(value) or 0.0
+        self._rows.add(
+            position=hash_position(key, split.seed), time=time, stratum=code,
+            fixed_split=self._source_splits[row.source],
+        )  # fmt: skip
+        return len(self._rows) - 1
 
     def check(self) -> None:
         """Raise DataError if no row has one of the fields. Call this method after all rows."""
@@ -134,13 +141,13 @@ class SplitAssigner:
             setting, name = self._unseen[0]
             raise DataError(f"params.yaml: prepare.split.{setting}: {self._fields.describe_missing(name)}")
 
-    def stratum_codes(self) -> NDArray[np.int64]:
+    def stratum_codes(self) -> NDArray[np.int32]:
         """Return the index into `strata` of each row."""
-        return np.array(self._codes, dtype=np.int64)
+        return self._rows.column("stratum")
 
     def positions(self) -> NDArray[np.float64]:
         """Return the position in [0, 1) of each row; rows with the same prompt (or group) have the same position."""
-        return np.array(self._positions)
+        return self._rows.column("position")
 
     def assign(self) -> NDArray[np.int8]:
         """Return the split of each row, as index into SPLITS.
@@ -153,52 +160,61 @@ class SplitAssigner:
                 f"prepare.split.time: field {self.settings.time!r} holds dates in some rows and numbers in others "
                 "(20240131 is a number); use one format for all rows"
             )
-        splits = np.array(self._fixed_splits, dtype=np.int8)
+        splits: NDArray[np.int8] = self._rows.column("fixed_split")
         unassigned = splits == _UNASSIGNED
-        positions = np.array(self._positions)[unassigned]
         if self.settings.stratify or self.settings.time:
-            times = np.array(self._times)[unassigned] if self.settings.time else np.zeros(len(positions))
-            splits[unassigned] = self._assign_exact_numbers(positions, self.stratum_codes()[unassigned], times)
+            self._assign_exact_numbers(splits, unassigned)
         else:
-            splits[unassigned] = _split_positions(positions, self.fractions["test"], self.fractions["validation"])
+            for rows, (positions,) in self._rows.blocks("position"):
+                found = _split_positions(positions, self.fractions["test"], self.fractions["validation"])
+                splits[rows] = np.where(unassigned[rows], found, splits[rows])
         self._teacher_rows.copy_prompt_splits(splits)
         return splits
 
-    def _assign_exact_numbers(
-        self, positions: NDArray[Any], codes: NDArray[Any], times: NDArray[Any]
-    ) -> NDArray[np.int8]:
+    def _assign_exact_numbers(self, splits: NDArray[np.int8], unassigned: NDArray[np.bool_]) -> None:
         """In each stratum, assign the first prompts (newest, then lowest position) to test and the next to validation.
 
         The numbers are rounded. Each split with a fraction above 0 gets at least one prompt. In a stratum of fewer than
-        `SMALLEST_STRATUM` prompts, all stay training rows.
+        `SMALLEST_STRATUM` prompts, all stay training rows. Sets the splits of the unassigned rows in place.
         """
-        prompts, row_to_prompt = np.unique(positions, return_inverse=True)
+        prompts = sort_unique(self._rows.column("position", unassigned))
         # A prompt in two strata counts for the stratum with the first name; its latest row decides its time.
-        name_order = np.argsort(np.argsort(np.array(self.strata)))
-        stratum, latest = np.full(len(prompts), len(self.strata)), np.full(len(prompts), -math.inf)
-        np.minimum.at(stratum, row_to_prompt, name_order[codes])
-        np.maximum.at(latest, row_to_prompt, times)
+        name_order = np.argsort(np.argsort(np.array(self.strata))).astype(np.int32)
+        stratum = np.full(len(prompts), len(self.strata), dtype=np.int32)
+        latest = np.full(len(prompts) if self.settings.time else 0, -math.inf)
+        for rows, (positions, codes, times) in self._rows.blocks("position", "stratum", "time"):
+            prompt = np.searchsorted(prompts, positions[unassigned[rows]])
+            np.minimum.at(stratum, prompt, name_order[codes[unassigned[rows]]])
+            if self.settings.time:
+                np.maximum.at(latest, prompt, times[unassigned[rows]])
         split = np.full(len(prompts), TRAIN, dtype=np.int8)
-        order = np.lexsort((prompts, -latest, stratum))
+        # The sort is stable, so prompts of a stratum with equal times stay in the order of their positions.
+        order = np.lexsort((-latest, stratum)) if self.settings.time else np.argsort(stratum, kind="stable")
         fractions = self.fractions["test"], self.fractions["validation"]
-        for members in np.split(order, np.flatnonzero(np.diff(stratum[order])) + 1):
+        for members in np.split(order, np.cumsum(np.bincount(stratum))[:-1]):
             if len(members) >= SMALLEST_STRATUM:
                 test, validation = (max(1, round(len(members) * part)) if part else 0 for part in fractions)
                 test = min(test, len(members) - validation - 1)  # at least one training row remains
                 split[members[:test]] = TEST
                 split[members[test : test + validation]] = VALIDATION
-        return split[row_to_prompt]
+        for rows, (positions,) in self._rows.blocks("position"):
+            where = np.flatnonzero(unassigned[rows])
+            splits[rows.start + where] = split[np.searchsorted(prompts, positions[where])]
 
 
 class _TeacherRows:
     """Teacher rows, which get the split of other rows with the same prompt."""
 
-    def __init__(self, sources: Sequence[bool]) -> None:
+    def __init__(self, sources: Sequence[bool], folder: Path | None) -> None:
         self._sources = sources if any(sources) else ()
         self._row_count = 0
         # Index 0: rows of other sources. Index 1: teacher rows, once for each possible prompt.
-        self._rows = array("q"), array("q")
-        self._prompt_keys = array("Q"), array("Q")
+        dtype = np.dtype([("prompt", "u8"), ("row", "i8")])
+        self._tables = RowTable(folder, dtype), RowTable(folder, dtype)
+
+    def close(self) -> None:
+        for table in self._tables:
+            table.close()
 
     def is_from_teacher(self, source: int) -> bool:
         """Return whether a source contains teacher answers."""
@@ -212,18 +228,19 @@ class _TeacherRows:
         while from_teacher and len(prompts) <= _MAX_BLANK_LINES and "\n\n" in prompts[-1]:
             prompts.append(prompts[-1].partition("\n\n")[2])  # a system message may have been merged into the prompt
         for prompt in prompts:
-            self._rows[from_teacher].append(self._row_count)
-            self._prompt_keys[from_teacher].append(int(digests.hash_bytes(normalize_text(prompt).encode())[:16], 16))
+            key = int(digests.hash_bytes(normalize_text(prompt).encode())[:16], 16)
+            self._tables[from_teacher].add(prompt=key, row=self._row_count)
         self._row_count += 1
 
     def copy_prompt_splits(self, splits: NDArray[np.int8]) -> None:
         """Set the splits of teacher rows in place: the held-out split of their prompt, test before validation."""
-        held_out: dict[int, int] = {}
-        for row, key in zip(self._rows[0], self._prompt_keys[0], strict=True):
-            if splits[row] != TRAIN:
-                held_out[key] = max(int(splits[row]), held_out.get(key, TRAIN))
-        for row, key in zip(self._rows[1], self._prompt_keys[1], strict=True):
-            splits[row] = max(int(splits[row]), held_out.get(key, TRAIN))
+        for code in (VALIDATION, TEST):
+            found = [np.empty(0, dtype=np.uint64)]
+            found += [keys[splits[rows] == code] for _, (keys, rows) in self._tables[0].blocks("prompt", "row")]
+            prompts = sort_unique(np.concatenate(found))
+            for _, (keys, rows) in self._tables[1].blocks("prompt", "row"):
+                held_out = rows[find_sorted(prompts, keys)[1]]
+                splits[held_out] = np.maximum(splits[held_out], code)
 
 
 def _find_stratum_value(row: SourceRow, name: str) -> str:

@@ -8,9 +8,9 @@ time sorts all rows.
 import hashlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 ID_DIGITS = 16
 BUCKETS = 64
 """Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
+BUCKET_BYTES = 16 * 2**20
+"""Size of a bucket above which it is divided into smaller ones; sorting and writing one need some six times as much
+memory."""
+BATCH_ROWS = 1024
+"""Number of rows in a batch of a split's file; the last batch of a bucket has fewer."""
 _LISTS, _FIELDS = ("input_ids", "labels"), ("group", "fields")
 _REJECTED_LISTS = ("rejected_input_ids", "rejected_labels")
 SCHEMA = pa.schema(
@@ -133,14 +138,36 @@ class PreparedRowSpool:
         for writer in self._writers:
             writer.close()
 
-    def tables(self) -> Iterator[pa.Table]:
-        """Yield all rows sorted by id, one bucket at a time; column `row` has the row indices."""
+    def tables(self) -> Iterator[tuple[pa.Table, bool]]:
+        """Yield all rows sorted by id, in tables that fit in memory; column `row` has the row indices.
+
+        Each table comes with whether it is the last one of its bucket.
+        """
         self.close()
-        for path in self._paths[: len(self._writers)]:
-            with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
-                table = pa.ipc.open_stream(stream).read_all()
-            path.unlink()
-            yield table.sort_by([("id", "ascending"), ("row", "ascending")])
+        for bucket, path in enumerate(self._paths[: len(self._writers)]):
+            parts = self._divide(bucket, path)
+            for part in parts:
+                with pa.OSFile(str(part)) as stream:  # read, not mapped: mapped pages would count as memory in use
+                    table = pa.ipc.open_stream(stream).read_all()
+                part.unlink()
+                yield table.sort_by([("id", "ascending"), ("row", "ascending")]), part is parts[-1]
+
+    def _divide(self, bucket: int, path: Path) -> list[Path]:
+        """Divide the file of a bucket by id into files of about `BUCKET_BYTES`; return their paths, by ascending id."""
+        count = -(-path.stat().st_size // BUCKET_BYTES)
+        if count == 1:
+            return [path]
+        parts = [path.with_name(f"{path.stem}-{number:04}.arrow") for number in range(count)]
+        with pa.OSFile(str(path)) as stream, pa.ipc.open_stream(stream) as batches, ExitStack() as files:
+            writers = [files.enter_context(pa.ipc.new_stream(str(part), batches.schema)) for part in parts]
+            while some := list(islice(batches, BUCKETS)):
+                batch = pa.Table.from_batches(some).combine_chunks().to_batches()[0]
+                ids = np.array([int(row_id[:8], 16) for row_id in batch.column("id").to_pylist()])
+                part_of_row = (ids * BUCKETS - (bucket << 32)) * count >> 32
+                for number in np.unique(part_of_row):
+                    writers[number].write_batch(batch.take(pa.array(np.flatnonzero(part_of_row == number))))
+        path.unlink()
+        return parts
 
 
 class SplitFingerprints(NamedTuple):
@@ -161,11 +188,20 @@ class SplitWriters:
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), self.schema) for name in SPLITS}
         self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *self._lists)} for name in SPLITS}
         self._fields = hashlib.sha256()
+        self._rests = dict.fromkeys(SPLITS, self.schema.empty_table())
 
-    def write(self, split: SplitName, table: pa.Table) -> None:
-        """Append rows of `schema`."""
+    def write(self, split: SplitName, table: pa.Table, *, is_end: bool = True) -> None:
+        """Append rows of `schema`; `is_end` ends a batch.
+
+        Otherwise the last rows wait for the next ones: those of an incomplete batch, and of the batch before it. Arrow
+        pads a batch with up to 64 bytes of what follows it, and equal rows must give equal bytes.
+        """
         state = self._states[split]
-        for batch in table.to_batches(max_chunksize=1024):
+        if len(self._rests[split]):
+            table = pa.concat_tables([self._rests[split], table]).combine_chunks()
+        complete = len(table) if is_end else max(0, len(table) // BATCH_ROWS - 1) * BATCH_ROWS
+        self._rests[split] = table.slice(complete)
+        for batch in table.slice(0, complete).to_batches(max_chunksize=BATCH_ROWS):
             self._writers[split].write_batch(batch)
             state["id"].update("".join(batch.column("id").to_pylist()).encode())
             for name in self._lists:

@@ -37,7 +37,7 @@ from ratchet.config.select import NAMED_FORMATS, RewardSettings, Select
 from ratchet.config.settings import Settings
 from ratchet.data import deduplication
 from ratchet.data.conversation import Conversation, format_pair
-from ratchet.data.ingest import TextSpool
+from ratchet.data.row_table import TextSpool
 from ratchet.data.schema_detection import find_text_flaw
 from ratchet.data.splits import normalize_text
 from ratchet.errors import DamagedFileError, DataError, SettingsError
@@ -836,9 +836,8 @@ class AnswerSelector:
         signatures = deduplication.MinHashSignatures(settings)
         starts = range(0, self._row_count, BLOCK_ROWS)
         parts = [signatures.band_keys([texts[row] for row in _block_range(start, self._row_count)]) for start in starts]
-        rank = np.arange(self._row_count, dtype=np.int64)
         for cluster in deduplication.cluster_duplicates(
-            np.concatenate(parts), rank, texts.__getitem__, settings, lambda _: None
+            np.concatenate(parts).T, ~dropped, lambda rows: rows, texts.__getitem__, settings, lambda _: None
         ):
             dropped[list(cluster.dropped)] = True
         return dropped

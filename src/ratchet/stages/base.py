@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from ratchet.config.base import Base
@@ -153,15 +154,15 @@ def _read_tiny_texts(layout: ProjectLayout, settings: Settings) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
     sources = SourceReader(layout.root, settings.prepare)
-    assigner = splits.SplitAssigner(settings.prepare, sources.teacher_sources)
     row_texts = []
-    for row in sources.rows():
-        if isinstance(row, SourceRow) and missing_part_reason(row) is None and assigner.find_problem(row) is None:
-            assigner.add(row)
-            answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
-            row_texts.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
-    assigner.check()
-    assigned = assigner.assign()
+    with closing(splits.SplitAssigner(settings.prepare, sources.teacher_sources)) as assigner:
+        for row in sources.rows():
+            if isinstance(row, SourceRow) and missing_part_reason(row) is None and assigner.find_problem(row) is None:
+                assigner.add(row)
+                answers = [extract_text(m) for m in row.conversation.messages if m["role"] == "assistant"]
+                row_texts.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
+        assigner.check()
+        assigned = assigner.assign()
     if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
         raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
     for code, own_texts in zip(assigned, row_texts, strict=True):

@@ -64,8 +64,8 @@ detect."""
 
 KEPT_FROM_DVC = (
     "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/push", "experiments/queue",
-    "experiments/runs", "experiments/scores", "experiments/sweeps", "experiments/distillation_shards", "mlruns",
-    ".ratchet",
+    "experiments/runs", "experiments/scores", "experiments/sweeps", "experiments/distillation_shards",
+    "experiments/streamed_shards", "mlruns", ".ratchet",
 )  # fmt: skip
 """Paths that change while stages run, or that must stay on this machine."""
 
@@ -78,7 +78,7 @@ IGNORED = "".join(
     for name in (
         ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "distillation_shards",
         "evaluate", "export", "gate", "generations", "noise", "pages", "profiles", "push", "queue", "sweeps",
-        "quantization", "report", "runs", "scores", "start_weights", "train",
+        "quantization", "report", "runs", "scores", "start_weights", "streamed_shards", "train",
     )
 )  # fmt: skip
 """Entries of experiments/.gitignore: outputs of stages, and files that belong to one machine."""

@@ -52,7 +52,8 @@ def prepare(project: Project) -> DatasetCard:
     with project.lock("prepare"):
         base = BaseCard.load(layout.base_card)
         tokenizer = base_model.load_project_tokenizer(layout, base)
-        reader = SourceReader(layout.root, settings.prepare)
+        reader = SourceReader(layout.root, settings.prepare, layout.streamed_shards)
+        reader.remove_other_shards()
         planted = canaries.create_canaries(settings.prepare.canaries, settings.prepare.split.seed)
         planted_rows = canaries.encode_canaries(planted, tokenizer, settings.prepare.max_tokens)
         benchmarks = _load_benchmarks(layout, settings)
@@ -67,8 +68,8 @@ def prepare(project: Project) -> DatasetCard:
                 selection = select_rows(ingestion, settings.prepare, embedder)
                 _check_splits(settings.prepare, ingestion, selection)
                 fingerprints = _write_splits(ingestion, selection, scratch, planted_rows)
+                card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
             shutil.rmtree(temporary)
-            card = dataset_card.build_card(ingestion, selection, settings.prepare, reader)
             if planted:
                 card = canaries.add_to_card(card, planted, planted_rows)
             template = digests.hash_bytes(str(tokenizer.chat_template).encode())
@@ -80,6 +81,8 @@ def prepare(project: Project) -> DatasetCard:
             figures = {"training_rows": card.splits["train"], "dropped_rows": dropped_rows}
             dvc_files.write_metrics(scratch, figures)
             data_card_page.write_dataset_page(card, scratch / layout.dataset_page.name)
+        if layout.streamed_shards.exists():
+            shutil.rmtree(layout.streamed_shards)
         return card
 
 
@@ -116,7 +119,7 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
     ledger = ingestion.ledger
     ledger.check(
         settings.drop_limits,
-        truncated=int(np.count_nonzero(np.array(ingestion.accepted.truncated_tokens)[selection.kept])),
+        truncated=int(np.count_nonzero(ingestion.accepted.values.column("truncated_tokens", selection.kept))),
     )
     if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in selection.leaks.items() if leak.rows}):
         details = "\n".join(
@@ -149,14 +152,14 @@ def _write_splits(
     split_of_row = np.where(selection.kept, selection.split, -1)
     written = 0
     with (folder / "test.jsonl").open("w", encoding="utf-8") as documents:
-        for table in ingestion.row_spool.tables():
+        for table, is_end in ingestion.row_spool.tables():
             rows = table.column("row").to_numpy()
             for code, name in enumerate(SPLITS):
                 indices = np.flatnonzero(split_of_row[rows] == code)
                 if code == TRAIN:
                     indices = np.repeat(indices, selection.copies[rows[indices]])
                 part = table.take(indices).select(writers.schema.names)
-                writers.write(name, part)
+                writers.write(name, part, is_end=is_end)
                 if code == TEST:
                     documents.writelines(_format_documents(part))
             written += len(rows)

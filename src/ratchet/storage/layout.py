@@ -57,6 +57,8 @@ class ProjectLayout:
         """Output of `ratchet distill`: distill.json, and shards with the teacher's probabilities."""
         self.distillation_shards = self.experiments / "distillation_shards"
         """Shards of an unfinished `ratchet distill`; outside git and DVC."""
+        self.streamed_shards = self.experiments / "streamed_shards"
+        """Shards of streamed datasets that an unfinished stage prepare has read; outside git and DVC."""
         self.train = self.experiments / "train"
         """Output of stage train: train.json, adapter/, checkpoints/best and checkpoints/last."""
         self.train_report = self.train / "train.json"

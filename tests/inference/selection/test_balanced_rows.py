@@ -20,6 +20,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation, SourceRow
 from ratchet.data.ingest import CategoryBalancer
+from ratchet.data.row_table import RowTable
 from ratchet.errors import DataError, SettingsError
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
@@ -191,13 +192,12 @@ HOW = st.fixed_dictionaries(
 
 def copies(found: list[tuple[str, int]], **balance: Any) -> dict[tuple[str, int], int]:
     balancer = CategoryBalancer(BalanceSettings.model_validate({"by": "area", **balance}), False)
-    for area, _ in found:
+    values = RowTable(None, np.dtype([("id", "u8"), ("category", "i4")]))
+    for area, number in found:
         row = SourceRow("x:1", Conversation([]), fields={"area": area})
         assert balancer.find_problem(row) is None
-        balancer.add(row)
-    times, card = balancer.count_copies(
-        np.ones(len(found), dtype=np.bool_), np.array([i for _, i in found], dtype=np.uint64)
-    )
+        values.add(id=number, category=balancer.add(row))
+    times, card = balancer.count_copies(np.ones(len(found), dtype=np.bool_), values)
     assert sum(card.after.values()) == times.sum()
     return dict(zip(found, times.tolist(), strict=True))
 
