@@ -213,4 +213,4 @@ def run_drift(candidates: int, is_sequential: bool, seed: int, margin: float = 0
 def all_rows(quick: bool, cases: int, limit: Callable[[str, int, int], Row]) -> Sequence[Row]:
     """Return all rows about looks."""
     few = max(60, cases // 5)
-    return [*errors(few if quick else cases, limit), *price(few if quick else cases // 4), *drift(quick)]
+    return [*errors(few if quick else cases, limit), *price(few if quick else cases // 2), *drift(quick)]
