@@ -255,6 +255,7 @@ def test_a_champion_of_another_base_needs_the_export(layout: ProjectLayout) -> N
         evaluated(layout)
 
 
+@pytest.mark.long
 def test_a_sequential_gate_ends_the_evaluation_when_it_has_decided(
     layout: ProjectLayout, monkeypatch: pytest.MonkeyPatch, forwards: list[int]
 ) -> None:

@@ -3,12 +3,14 @@
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import group_cases
 import ratchet
 import tiny_project
 from ratchet.cli.main import main
@@ -194,16 +196,14 @@ def test_a_cancelled_job_is_stopped(project: ProjectLayout, stages: Callable[[st
     def watch(text: str) -> None:
         lines.append(text)
 
-    original = stage._LeaseRenewal.__enter__
-
-    def cancel_when_started(self: stage._LeaseRenewal) -> stage._LeaseRenewal:
+    def cancel_when_started() -> None:
+        group_cases.until(started.exists, "the stage has started")
         open_queue(opened).cancel(number)
-        return original(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage._LeaseRenewal, "__enter__", cancel_when_started)
-        work(opened, watch, exit_when_idle_s=0.0)
-    assert started.exists()
+    canceller = threading.Thread(target=cancel_when_started)
+    canceller.start()
+    work(opened, watch, exit_when_idle_s=0.0)
+    canceller.join()
     assert any("was cancelled; nothing more is stored about it" in line for line in lines)
     assert jobs(opened)[0].state == "cancelled"
 
