@@ -19,10 +19,10 @@ from scipy import optimize
 
 from ratchet.quality_gate.statistics import Numbers
 
-PRIOR_UNITS, PRIOR_VARIANCE = 20.0, 0.15
+PRIOR_UNITS, PRIOR_VARIANCE = 12.0, 0.2
 """Units with this variance (of changes divided by the largest possible one) that bets add to those observed: the models
-differ on 15 % of the answers. With less, bets are too large while few units differ."""
-BOLDNESS = 1.2
+differ on 20 % of the answers. With less, bets are too large while few units differ."""
+BOLDNESS = 1.25
 """Factor of the bets. Kelly's bets give the largest growth; a bit larger ones reach a given capital earlier (simulated:
 5 % fewer units on average)."""
 MAX_LOSS = 0.9
