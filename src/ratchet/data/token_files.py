@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 ID_DIGITS = 16
 BUCKETS = 64
 """Number of buckets of a spool. A million rows of 250 tokens need 3 GB, which is 50 MB per bucket."""
-BUCKET_BYTES = 16 * 2**20
-"""Size of a bucket above which it is divided into smaller ones; sorting and writing one need some six times as much
-memory."""
+BUCKET_BYTES = 8 * 2**20
+"""Size of a bucket above which it is divided into smaller ones; sorting and writing one need some 80 MiB of memory."""
 BATCH_ROWS = 1024
 """Number of rows in a batch of a split's file; the last batch of a bucket has fewer."""
 _LISTS, _FIELDS = ("input_ids", "labels"), ("group", "fields")
@@ -150,7 +149,9 @@ class PreparedRowSpool:
                 with pa.OSFile(str(part)) as stream:  # read, not mapped: mapped pages would count as memory in use
                     table = pa.ipc.open_stream(stream).read_all()
                 part.unlink()
-                yield table.sort_by([("id", "ascending"), ("row", "ascending")]), part is parts[-1]
+                table = table.sort_by([("id", "ascending"), ("row", "ascending")])
+                yield table, part is parts[-1]
+                del table  # before the next one is read
 
     def _divide(self, bucket: int, path: Path) -> list[Path]:
         """Divide the file of a bucket by id into files of about `BUCKET_BYTES`; return their paths, by ascending id."""

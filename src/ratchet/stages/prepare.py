@@ -164,6 +164,7 @@ def _write_splits(
                     documents.writelines(_format_documents(part))
             written += len(rows)
             report_progress("rows written", written, len(split_of_row))
+            del table, part  # before the next table is read
     if planted:
         writers.write_rows("train", planted)
     return writers.close()
