@@ -15,7 +15,7 @@ from report_rows import Row, at_most, told
 
 from ratchet.quality_gate import paired_test, rules
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
-from ratchet.quality_gate.statistics import share_of_budget
+from ratchet.quality_gate.statistics import compute_alpha_share
 
 PLAN = PairedTestPlan(confidence=0.95, power=0.8, discordance=0.1, resamples=1000, seed=0)
 ALPHA = 1 - PLAN.confidence
@@ -31,7 +31,7 @@ CAP = 1.5
 
 
 @dataclass(frozen=True)
-class Looked:
+class RepeatedLooks:
     """A kind of evaluation, its rows at the first and the last look, and the margin."""
 
     name: str
@@ -48,19 +48,19 @@ class Looked:
 
 
 WORLDS = (
-    Looked("answers, 70 % right, 10 % differ", of_answers(0.7, 0.1), 100, 1000, 0.03),
-    Looked("answers, 60 % right, 30 % differ", of_answers(0.6, 0.3), 50, 500, 0.1),
-    Looked("losses of which 5 % rise", rarely, 50, 400, 0.05),
-    Looked("skewed losses", skewed, 50, 400, 0.05),
-    Looked("conversations", conversations, 100, 600, 0.06),
+    RepeatedLooks("answers, 70 % right, 10 % differ", of_answers(0.7, 0.1), 100, 1000, 0.03),
+    RepeatedLooks("answers, 60 % right, 30 % differ", of_answers(0.6, 0.3), 50, 500, 0.1),
+    RepeatedLooks("losses of which 5 % rise", rarely, 50, 400, 0.05),
+    RepeatedLooks("skewed losses", skewed, 50, 400, 0.05),
+    RepeatedLooks("conversations", conversations, 100, 600, 0.06),
 )
 PRICED = (
-    Looked("answers, 70 % right, 10 % differ", of_answers(0.7, 0.1), 20, 4000, 0.03),
-    Looked("answers, 90 % right, 4 % differ", of_answers(0.9, 0.04), 20, 1000, 0.055),
-    Looked("answers, 95 % right, 6 % differ", of_answers(0.95, 0.06), 20, 1600, 0.045, better=0.03),
-    Looked("answers, 60 % right, 30 % differ", of_answers(0.6, 0.3), 20, 1200, 0.1),
-    Looked("answers, 70 % right, 20 % differ", of_answers(0.7, 0.2), 20, 3000, 0.05),
-    Looked("skewed losses", skewed, 20, 2400, 0.03),
+    RepeatedLooks("answers, 70 % right, 10 % differ", of_answers(0.7, 0.1), 20, 4000, 0.03),
+    RepeatedLooks("answers, 90 % right, 4 % differ", of_answers(0.9, 0.04), 20, 1000, 0.055),
+    RepeatedLooks("answers, 95 % right, 6 % differ", of_answers(0.95, 0.06), 20, 1600, 0.045, better=0.03),
+    RepeatedLooks("answers, 60 % right, 30 % differ", of_answers(0.6, 0.3), 20, 1200, 0.1),
+    RepeatedLooks("answers, 70 % right, 20 % differ", of_answers(0.7, 0.2), 20, 3000, 0.05),
+    RepeatedLooks("skewed losses", skewed, 20, 2400, 0.03),
 )
 DRIFTS = (20, 200)
 DRIFT_ROWS, DRIFT_CASES = 1000, 20
@@ -78,7 +78,7 @@ def first(pairs: PairedScores, n: int) -> PairedScores:
     return replace(pairs, new=pairs.new[:n], old=pairs.old[:n], groups=groups, planned=planned)
 
 
-def draw(world: Looked, stream: Rng, difference: float) -> PairedScores:
+def draw(world: RepeatedLooks, stream: Rng, difference: float) -> PairedScores:
     """Draw an evaluation in random order. Conversations are in order already, and stay together."""
     pairs = world.draw(stream, world.last, difference)
     if pairs.groups:
@@ -89,12 +89,15 @@ def draw(world: Looked, stream: Rng, difference: float) -> PairedScores:
 
 def in_order(pairs: PairedScores) -> PairedScores:
     """Return the samples for a sequential test."""
-    return replace(pairs, planned=[len(pairs.new)] * len(pairs.new))
+    limit = 1.0 if pairs.better == "higher" else None
+    return replace(pairs, planned=[len(pairs.new)] * len(pairs.new), limit=limit)
 
 
 def judge(pairs: PairedScores, margin: float, plan: PairedTestPlan = PLAN) -> str:
     """Return the decision of a rule must_not_regress: PROMOTE, HOLD or REJECT."""
     result = paired_test.compare(pairs, -margin, plan)
+    if result.is_sequential and rules.has_too_few_samples(result):
+        return "HOLD"
     if result.high < -margin:
         return "REJECT"
     is_powerful = result.is_sequential or result.detectable <= margin
@@ -102,7 +105,7 @@ def judge(pairs: PairedScores, margin: float, plan: PairedTestPlan = PLAN) -> st
     return "PROMOTE" if result.low > -margin and has_enough else "HOLD"
 
 
-def look(pairs: PairedScores, world: Looked, looks: int) -> str:
+def look(pairs: PairedScores, world: RepeatedLooks, looks: int) -> str:
     """Return the first decision of a fixed test other than HOLD over several looks."""
     for n in np.linspace(world.first, world.last, looks).astype(int) if looks > 1 else [world.last]:
         decision = judge(first(pairs, int(n)), world.margin)
@@ -128,7 +131,7 @@ def errors(cases: int, limit: Callable[[str, int, int], Row]) -> Iterator[Row]:
             yield limit(name, found.count(decision), cases)
 
 
-def rows_until(pairs: PairedScores, world: Looked, decision: str) -> int | None:
+def rows_until(pairs: PairedScores, world: RepeatedLooks, decision: str) -> int | None:
     """Return the number of rows with which a sequential test first decides so; None if it never does.
 
     A decision never changes with later rows, so bisection finds it.
@@ -143,7 +146,7 @@ def rows_until(pairs: PairedScores, world: Looked, decision: str) -> int | None:
     return high
 
 
-def rows_of_fixed(world: Looked, cases: int) -> int:
+def rows_of_fixed(world: RepeatedLooks, cases: int) -> int:
     """Return the number of rows from which on the fixed test promotes 80 % of equal models.
 
     The power of a test of answers rises in a zigzag, so that two further sizes must have it too.
@@ -189,7 +192,10 @@ def price(cases: int) -> Iterator[Row]:
 def drift(quick: bool) -> Iterator[Row]:
     """Yield rows for the loss of the champion over many candidates, each truly a little worse or better."""
     for candidates in DRIFTS:
-        for name, is_sequential in (("fixed test, no limit of uses", False), ("sequential, budget over models", True)):
+        for name, is_sequential in (
+            ("fixed test, no limit of uses", False),
+            ("sequential, a level for each model", True),
+        ):
             lost = [run_drift(candidates, is_sequential, seed) for seed in range(4 if quick else DRIFT_CASES)]
             text = f"points lost by the champion over {candidates} candidates, {DRIFT_ROWS} rows: {name}"
             value = max(0.0, float(np.mean(lost)))
@@ -203,16 +209,16 @@ def run_drift(candidates: int, is_sequential: bool, seed: int, margin: float = 0
     right. Each is scored on the same rows.
     """
     stream = np.random.default_rng(seed)
-    accuracy, promoted = 0.8, 0
+    accuracy = 0.8
     champion = (stream.random(DRIFT_ROWS) < accuracy).astype(float)
     for number in range(1, candidates + 1):
         lost, won = (0.1 + margin) / 2 / accuracy, (0.1 - margin) / 2 / (1 - accuracy)
         dice = stream.random(DRIFT_ROWS)
         candidate = np.where(champion == 1, dice >= lost, dice < won).astype(float)
         pairs = PairedScores(candidate.tolist(), champion.tolist(), "higher")
-        plan = replace(PLAN, budget_share=share_of_budget(number, promoted))
+        plan = replace(PLAN, alpha_share=compute_alpha_share(number))
         if judge(in_order(pairs) if is_sequential else pairs, margin, plan) == "PROMOTE":
-            champion, accuracy, promoted = candidate, accuracy - margin, promoted + 1
+            champion, accuracy = candidate, accuracy - margin
     return 0.8 - accuracy
 
 

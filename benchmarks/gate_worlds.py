@@ -7,11 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.gate import Gate, MustImproveRule, MustNotRegressRule
-from ratchet.evaluation.metrics import SHARE
 from ratchet.quality_gate.decision import decide_verdict
 from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.quality_gate.paired_test import PairedScores
-from ratchet.storage.records.evaluation import EvaluationReport, MetricValue, ModelRole, ModelScores, SampleScore
+from ratchet.storage.records.evaluation import SHARE, EvaluationReport, MetricValue, ModelRole, ModelScores, SampleScore
 from ratchet.storage.records.export import MergeParity, ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Decision
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from ratchet.config.evaluate import Evaluate
 from ratchet.errors import DamagedFileError, InputError
 from ratchet.evaluation import answer_metrics, metrics
-from ratchet.evaluation.metrics import SHARE, ConfusionMatrix, mean_metric, mean_score_metric, proportion_metric
+from ratchet.evaluation.metrics import ConfusionMatrix, mean_metric, mean_score_metric, proportion_metric
 from ratchet.inference import output
 from ratchet.inference.output import LABEL_LOG_PROBABILITIES
 from ratchet.inference.prompts import FieldValue
 from ratchet.inference.spec import FINISH_REASONS, GenerationCard
 from ratchet.storage.html import escape_invisible
-from ratchet.storage.records.evaluation import MetricValue
+from ratchet.storage.records.evaluation import SHARE, MetricValue
 
 MAX_UNPARSEABLE = 10
 """Maximum number of unparseable answers that are listed."""

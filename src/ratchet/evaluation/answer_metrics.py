@@ -22,9 +22,9 @@ from ratchet.data.conversation import extract_text
 from ratchet.data.readers import reject_constant
 from ratchet.errors import SettingsError
 from ratchet.evaluation.instruction_following import check_instructions, read_instructions
-from ratchet.evaluation.metrics import POINTS, SHARE, Better, aggregate_metric, bootstrap_metric, mean_score_metric
+from ratchet.evaluation.metrics import Better, aggregate_metric, bootstrap_metric, mean_score_metric
 from ratchet.evaluation.rows import TestRows
-from ratchet.storage.records.evaluation import MetricValue
+from ratchet.storage.records.evaluation import POINTS, SHARE, MetricValue
 
 EXTENSION_UNIT = "score, mean of samples"
 """Unit of metrics of installed packages."""

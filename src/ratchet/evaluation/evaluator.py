@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -262,7 +262,9 @@ class _ModelEvaluation:
         self._show_progress(f"generating answers to {len(changed)} rows with changed prompts ({kind})")
         indices = list(changed)
         prompts = [tokenization.encode_prompt(self.tokenizer, context) for context in changed.values()]
-        answers = self.scorer.generate_answers(self.tokenizer, prompts, self.end_tokens, self.settings)
+        looks = tuple(sum(i < look for i in indices) for look in self.scorer.looks)
+        scorer = replace(self.scorer, looks=looks)
+        answers = scorer.generate_answers(self.tokenizer, prompts, self.end_tokens, self.settings)
         same = [
             float(new[0] == self.result.answers[i][0]) for i, new in zip(indices, answers, strict=True)
         ]  # fmt: skip

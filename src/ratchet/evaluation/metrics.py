@@ -12,9 +12,8 @@ import numpy as np
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.quality_gate.statistics import wilson_bounds
-from ratchet.storage.records.evaluation import MetricValue
+from ratchet.storage.records.evaluation import POINTS, SHARE, MetricValue
 
-SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
 """Units of means."""
 Better = Literal["higher", "lower", "unknown"]
 

@@ -93,14 +93,15 @@ class TestRows:
         generation_count = min(self.generation_count, count)
         return replace(replace(self, **parts), rejected=rejected, generation_count=generation_count)
 
-    def in_order(self, ids: Sequence[str]) -> "TestRows":
-        """Return the rows in the order of these ids, which are all ids."""
+    def with_ids(self, ids: Sequence[str]) -> "TestRows":
+        """Return the rows with these ids, in the order of the ids."""
         places = {id: place for place, id in enumerate(self.ids)}
         order = [places[id] for id in ids]
         rejected = self.rejected and EncodedRows(
             [self.rejected.input_ids[i] for i in order], [self.rejected.labels[i] for i in order]
         )
-        return replace(self.select(order), rejected=rejected, generation_count=self.generation_count)
+        generation_count = min(self.generation_count, len(ids))
+        return replace(self.select(order), rejected=rejected, generation_count=generation_count)
 
     def source_text(self, row: int) -> str:
         """Return the text that an answer should keep to: the row's field `context`, or else all messages before it."""

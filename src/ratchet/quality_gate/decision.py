@@ -21,7 +21,7 @@ from ratchet.config.gate import (
 )
 from ratchet.config.settings import Settings
 from ratchet.errors import GateError
-from ratchet.quality_gate import paired_test, rules
+from ratchet.quality_gate import paired_test, rules, statistics
 from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, rules_digest
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.quality_gate.paired_test import PairedTestResult
@@ -39,7 +39,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
     It is INVALID if the comparisons are meaningless, else REJECT if a rule clearly fails, else HOLD if the samples
     cannot decide a rule. Bad models and bad scores raise no error. The same evidence gives byte-identical verdicts.
     """
-    reasons = rules.find_problems(evidence)
+    reasons = rules.find_problems(evidence, gate.test)
     if not reasons:
         context = RuleContext(evidence, gate)
         improvements = rules.apply_must_improve_rules(context)
@@ -71,7 +71,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         max_test_set_uses=gate.max_test_set_uses if gate.test == "fixed" else 0,
         rules=rules_digest(gate),
         earlier_decisions=evidence.earlier_decisions,
-        budget_share=evidence.budget.share if evidence.budget else None,
+        alpha_share=statistics.compute_alpha_share(evidence.model_number) if evidence.model_number else None,
         remaining_rows=evidence.report.remaining_rows,
     )
 

@@ -20,13 +20,15 @@ from ratchet.errors import DamagedFileError, first_line
 from ratchet.quality_gate import test_sets
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE, HumanPreference, measure_preference, read_judgements
 from ratchet.quality_gate.paired_test import MAX_NATS, PairedScores
-from ratchet.quality_gate.test_sets import Budget, TestSet
+from ratchet.quality_gate.test_sets import TestSet
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import (
+    POINTS,
     ROWS,
+    SHARE,
     EvaluatedRow,
     EvaluationNoise,
     EvaluationReport,
@@ -45,15 +47,15 @@ from ratchet.storage.records.gate import (
     read_champion,
 )
 
-LOCK_WAIT_S = 60.0
-"""Maximum wait for the lock of the file with test set uses."""
-
 MAX_TERMS = 5
 """Number of differences between two contracts that a message lists; the message counts the rest."""
 
 MAX_TERM_CHARACTERS = 60
 ROLE_OF_FORMAT: Mapping[ModelFormat, ModelRole] = {"adapter": "candidate", "merged": "merged"}
 """Role under which each format of the candidate is scored."""
+
+LARGEST_SCORES = {"proportion": 1.0, SHARE: 1.0, POINTS: 100.0}
+"""Largest score by unit; other units have none."""
 
 T = TypeVar("T", bound=base.Record)
 Samples = Mapping[str, SampleScore]
@@ -101,8 +103,8 @@ class GateEvidence:
     """Preference of people between the candidate and each reference; empty unless a rule uses it."""
     test_set: TestSet | None = None
     """Rows and documents in the order of sequential tests; None if they are not recorded, or for fixed tests."""
-    budget: Budget | None = None
-    """Number of earlier models on the test set; None for fixed tests."""
+    model_number: int | None = None
+    """Number of the candidate among the models evaluated on the test set, from 1; None for fixed tests."""
     damaged_judgements: int = 0
     """Number of lines of experiments/judgements.jsonl that cannot be read; 0 unless a rule uses them."""
 
@@ -181,7 +183,9 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
             and use.rules != rules
         ),
         test_set=test_sets.read_test_set(layout, report.test_set_digest) if is_sequential else None,
-        budget=test_sets.read_budget(layout, report.test_set_digest, report.adapter_digest) if is_sequential else None,
+        model_number=test_sets.read_model_number(layout, report.test_set_digest, report.adapter_digest)
+        if is_sequential
+        else None,
         duplicate_samples=duplicate_samples,
         human_preferences=human_preferences,
         damaged_judgements=damaged_judgements,
@@ -441,21 +445,28 @@ def build_pairs(
         weights=[new[id].weight for id in ids] if is_perplexity else None,
         groups=sample_groups if any(group is not None for group in sample_groups) else None,
         planned=[places[id][0] for id in ids] if places else None,
+        limit=LARGEST_SCORES.get(metric.unit),
     )
 
 
 def find_places(evidence: GateEvidence, name: str, samples: Samples) -> Places:
     """Return the places of a metric's samples in the test set.
 
-    Empty if the test is fixed, or if they are not all test rows or documents of the metric's task.
+    Empty if the test is fixed, or if they are neither test rows nor documents of the metric's task. Raises
+    IncomparableError if only some of them are.
     """
     if evidence.test_set is None:
         return {}
     parts = name.split("/")
-    task = parts[1] if parts[0] == "harness" and len(parts) > 2 else test_sets.ROWS
+    task = parts[1] if parts[0] == "harness" and len(parts) > 2 else test_sets.TEST_ROWS
     places = {id: evidence.test_set.places.get((task, id)) for id in samples}
     found = {id: place for id, place in places.items() if place is not None}
-    return found if len(found) == len(samples) else {}
+    if found and len(found) < len(samples):
+        raise IncomparableError(
+            f"{name}: {len(samples) - len(found)} of {len(samples)} samples are not in the recorded test set; run "
+            "`dvc repro -f evaluate`"
+        )
+    return found
 
 
 def _resolve_reference(evidence: GateEvidence, reference: Reference) -> ModelRole:

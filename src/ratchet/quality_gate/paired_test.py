@@ -39,6 +39,9 @@ class PairedScores:
     planned: Sequence[int] | None = None
     """Number of samples of the test set when each sample was added to it, for sequential tests. The samples are then in
     an order that was fixed before they were scored. None: the order has no meaning, and the test is fixed."""
+    limit: float | None = None
+    """Largest possible difference of two scores, for sequential tests; None if there is none. It must be known before
+    the scores are."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,8 @@ class PairedTestPlan:
     """Number of bootstrap resamples."""
     seed: int
     """Seed of the bootstrap."""
-    budget_share: float = 1.0
-    """Share of 1 - confidence for the lower bound of a sequential test. Earlier models on the same samples used the
-    rest."""
+    alpha_share: float = 1.0
+    """Share of 1 - confidence for the lower bound of a sequential test (`statistics.compute_alpha_share`)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def compare(pairs: PairedScores, bound: float, plan: PairedTestPlan) -> PairedTe
         difference = (better - worse) / len(new)
         estimate = _estimate_from_counts(better, worse, len(new), bound, plan)
     else:
-        ceiling = 1.0 if is_binary else _largest_possible_score(new, old, pairs)
+        ceiling = pairs.limit
+        if pairs.planned is None:
+            ceiling = 1.0 if is_binary else _largest_possible_score(new, old, pairs)
         score_size = float(np.abs(new).sum() + np.abs(old).sum()) / math.fsum(units.bottom)
         if pairs.kind == "perplexity":
             bound = -math.log1p(-bound) if bound < 1 else math.inf
@@ -302,7 +306,9 @@ def _estimate_by_betting(ratio: _PairedRatio, planned: Numbers, bound: float, pl
     """Estimate by betting. Too few changes without a limit decide nothing; their bounds are those of a fixed test."""
     units, n = ratio.units, len(ratio.units.top)
     min_units = 0 if ratio.ceiling is not None else sequential_test.MIN_UNBOUNDED_UNITS
-    if n < min_units or (ratio.ceiling is None and units.is_constant):
+    if n < min_units:
+        return replace(_estimate_by_resampling(ratio, bound, plan), min_units=min_units, p=1.0)
+    if ratio.ceiling is None and units.is_constant:
         return replace(_estimate_by_resampling(ratio, bound, plan), min_units=min_units)
     quantiles = sum(statistics.normal_quantiles(plan.confidence, plan.power))
     betting = SequentialUnits(units.top, units.bottom, planned, ratio.ceiling)
@@ -314,7 +320,7 @@ def _estimate_by_betting(ratio: _PairedRatio, planned: Numbers, bound: float, pl
         spread = max(spread, ratio.ceiling / n)
     detectable = quantiles * spread * math.sqrt(sequential_test.PRICE)
     return _PairedEstimate(
-        low=sequential_test.compute_lower_bound(betting, better, alpha * plan.budget_share),
+        low=sequential_test.compute_lower_bound(betting, better, alpha * plan.alpha_share),
         high=-sequential_test.compute_lower_bound(betting.negated, worse, alpha),
         p=sequential_test.compute_p_value(betting, better),
         detectable=detectable,

@@ -63,7 +63,7 @@ class RuleContext:
             discordance=self.gate.expected_discordance,
             resamples=self.gate.resamples,
             seed=self.gate.seed,
-            budget_share=self.evidence.budget.share if self.evidence.budget else 1.0,
+            alpha_share=statistics.compute_alpha_share(self.evidence.model_number or 1),
         )
 
 
@@ -85,8 +85,8 @@ def compare_matched(
     if result.detectable > abs(bound) > 0 and has_too_few_samples(result):
         required_samples = max(required_samples or 0, result.min_units)
     low_confidence = None
-    if result.is_sequential and plan.budget_share < 1:
-        low_confidence = 1 - (1 - plan.confidence) * plan.budget_share
+    if result.is_sequential and plan.alpha_share < 1:
+        low_confidence = 1 - (1 - plan.confidence) * plan.alpha_share
     return ModelComparison(
         metric=name,
         against=against,
@@ -154,6 +154,8 @@ def apply_must_not_regress(context: RuleContext, rule: MustNotRegressRule) -> Ru
 
 
 def _non_inferiority_outcome(comparison: ModelComparison) -> Outcome:
+    if comparison.is_sequential and has_too_few_samples(comparison):
+        return "undecided"
     if comparison.high < comparison.bound:
         return "fail"
     is_powerful = comparison.is_sequential or comparison.detectable <= -comparison.bound
@@ -351,13 +353,16 @@ def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Seq
     for metric, comparison in claims:
         adjusted = comparison.p_adjusted
         # A p-value that is NaN is not below alpha.
-        alpha = (1 - plan.confidence) * (plan.budget_share if comparison.is_sequential else 1.0)
+        alpha = (1 - plan.confidence) * (plan.alpha_share if comparison.is_sequential else 1.0)
         is_better = (comparison.p if adjusted is None else adjusted) < alpha
         has_won = has_won or (is_better and not has_too_few_samples(comparison))
         required = f"more than {format_change(rule.by, metric)} better" if rule.by else "better"
         p = f"p = {comparison.p:.2g}" + ("" if adjusted is None else f", {adjusted:.2g} adjusted for all claims")
         texts.append(f"{describe_comparison(comparison, metric)}; must be {required} ({p})")
-    has_lost = all(comparison.high <= comparison.bound for _, comparison in claims)
+    has_lost = all(
+        comparison.high <= comparison.bound and not (comparison.is_sequential and has_too_few_samples(comparison))
+        for _, comparison in claims
+    )
     outcome: Outcome = "pass" if has_won else "fail" if has_lost else "undecided"
     text = "; or: ".join(texts)
     if outcome == "undecided":
@@ -470,7 +475,9 @@ def apply_above_chance(context: RuleContext, rule: AboveChanceRule) -> RuleResul
                 f"{rule.metric} has no chance level because lower is better; use a share of right answers"
             )
         comparison = _compare_with_value(context, role, rule.metric, chance, plan)
-        outcomes.append("pass" if comparison.low > 0 else "fail" if comparison.value <= chance else "undecided")
+        # With many looks, the measured value alone would fail a good model at one of them.
+        is_at_chance = comparison.high <= 0 if context.gate.test == "sequential" else comparison.value <= chance
+        outcomes.append("pass" if comparison.low > 0 else "fail" if is_at_chance else "undecided")
         texts.append(f"{comparison.text}; guessing reaches {format_value(chance, metric)}")
     outcome = worst_outcome(outcomes)
     text = "; ".join(texts)
@@ -629,8 +636,8 @@ def _find_artifact_faults(artifact: ExportArtifact, rule: ExportParityRule) -> I
 # Checks: evidence that no rule can use, bounds larger than any possible difference, and margins below the noise.
 
 
-def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
-    """Return the reasons for INVALID that do not depend on the rules."""
+def find_problems(evidence: GateEvidence, test: Literal["fixed", "sequential"]) -> tuple[RuleResult, ...]:
+    """Return the reasons for INVALID that do not depend on the rules; `test` is gate.test."""
     problems = [("identity", text) for text in _find_identity_problems(evidence)]
     problems += [
         (
@@ -642,6 +649,13 @@ def find_problems(evidence: GateEvidence) -> tuple[RuleResult, ...]:
         if count
     ]
     problems += [("tasks", text) for text in _find_changed_tasks(evidence)]
+    if test == "sequential" and evidence.test_set is None:
+        problems.append(
+            ("test_set", "the rows of this test set are not recorded with an order; run `dvc repro -f evaluate`")
+        )
+    if test == "fixed" and evidence.report.remaining_rows:
+        text = "the evaluation ended early, as only a sequential test may; run `dvc repro -f evaluate`"
+        problems.append(("test_set", text))
     return tuple(RuleResult(rule=rule, metric="-", outcome="invalid", text=text) for rule, text in problems)
 
 
@@ -765,8 +779,8 @@ def describe_verdict(verdict: Verdict) -> str:
     lines = [f"  {OUTCOME_LABELS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
     if verdict.remaining_rows and verdict.decision == "HOLD":
         lines.append(
-            f"  note  {verdict.remaining_rows:,} test rows were not scored, because other rules decided without them; "
-            "run `dvc repro -f evaluate`"
+            f"  note  {verdict.remaining_rows:,} test rows were not scored; run `dvc repro -f evaluate` to score as "
+            "many as these rules need"
         )
     if verdict.earlier_decisions:
         lines.append(f"  note  {describe_changed_rules(verdict)}")

@@ -22,7 +22,7 @@ from ratchet.quality_gate.statistics import Numbers
 PRIOR_UNITS, PRIOR_VARIANCE = 12.0, 0.2
 """Units with this variance (of changes divided by the largest possible one) that bets add to those observed: the models
 differ on 20 % of the answers. With less, bets are too large while few units differ."""
-BOLDNESS = 1.25
+BET_FACTOR = 1.25
 """Factor of the bets. Kelly's bets give the largest growth; a bit larger ones reach a given capital earlier (simulated:
 5 % fewer units on average)."""
 MAX_LOSS = 0.9
@@ -96,7 +96,7 @@ def compute_bets(units: SequentialUnits, hypothesis: Hypothesis) -> Numbers:
     if hypothesis.effect is not None:
         effect = hypothesis.effect * size
     with np.errstate(divide="ignore", invalid="ignore"):
-        bets = np.minimum(BOLDNESS * effect / (variance + effect * worst / 2), MAX_LOSS / worst)
+        bets = np.minimum(BET_FACTOR * effect / (variance + effect * worst / 2), MAX_LOSS / worst)
     if units.limit is None:
         bets[:UNBOUNDED_START] = 0.0
     return np.nan_to_num(bets, nan=0.0, posinf=0.0)

@@ -18,8 +18,8 @@ MAX_DRAWS_PER_CHUNK = 4_000_000
 """Maximum number of unit indices drawn at once. It limits memory to about 100 MB for any number of resamples and up to
 4,000,000 units; with more units, one resample is drawn at a time."""
 
-BUDGET_EXPONENT = 1.6
-"""How fast the budget of later models falls. A larger exponent limits wrong promotions more, and needs more rows."""
+ALPHA_EXPONENT = 1.6
+"""How fast the level of later models falls. A larger exponent limits wrong promotions more, and needs more rows."""
 
 MIN_UNITS_PER_KIND = 20
 """Average number of equal units from which the bootstrap draws the count of each distinct unit instead of single units,
@@ -125,18 +125,17 @@ def adjust_p_values(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def share_of_budget(number: int, promoted: int) -> float:
-    """Return the share of alpha at which the next of many models on the same test set is tested.
+def compute_alpha_share(number: int) -> float:
+    """Return the share of alpha at which one of many models on the same test set is tested: number^-1.6.
 
-    It is (promoted + 1) / number^1.6, at most 1. Of all promoted models, the expected share of wrong ones is then at
-    most 2.3 alpha (the sum of number^-1.6), however the tests depend on each other: e-LOND (Z. Xu, A. Ramdas, "Online
-    multiple testing with e-values", AISTATS 2024).
+    The probability that any of the models is promoted wrongly is then at most 2.3 alpha, the sum of these levels,
+    however many models there are and however the tests depend on each other (alpha spending; D. Foster, R. Stine,
+    Journal of the Royal Statistical Society B 70, 2008, 429-444).
 
     Args:
         number: Number of this model among those tested, from 1.
-        promoted: Number of earlier models that were promoted.
     """
-    return float(min(1.0, (promoted + 1) / number**BUDGET_EXPONENT))
+    return float(number**-ALPHA_EXPONENT)
 
 
 # Student's t for skewed scores. Hall's transformation removes the skewness from the distribution of the t-statistic.

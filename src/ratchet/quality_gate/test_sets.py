@@ -7,13 +7,12 @@ rows are missing or replaced, it is another test set.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from ratchet.errors import DamagedFileError
-from ratchet.quality_gate.statistics import share_of_budget
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -25,8 +24,8 @@ LOCK_WAIT_S = 60.0
 
 Line = TestSetUse | TestSetRows
 Ids = Mapping[str, Sequence[str]]
-"""Ids of samples by harness task; those of the test rows are under ROWS."""
-ROWS = ""
+"""Ids of samples by harness task; those of the test rows are under TEST_ROWS."""
+TEST_ROWS = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TestSet:
 
     @cached_property
     def places(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Place of each sample, by task (or ROWS) and id.
+        """Place of each sample, by task (or TEST_ROWS) and id.
 
         A place is the number of samples of the task after the addition that brought this sample, and its number among
         them. Within an addition, test rows are ordered by id, which is a digest of their content, and documents by a
@@ -52,10 +51,10 @@ class TestSet:
         places: dict[tuple[str, str], tuple[int, int]] = {}
         known: dict[str, int] = {}
         for addition in self.additions:
-            for task, added in ({ROWS: addition.rows} | dict(addition.tasks)).items():
+            for task, added in ({TEST_ROWS: addition.rows} | dict(addition.tasks)).items():
                 begin = known.get(task, 0)
                 known[task] = begin + len(added)
-                in_order = sorted(added, key=lambda id: id if task == ROWS else digests.hash_json([task, id]))
+                in_order = sorted(added, key=lambda id: id if task == TEST_ROWS else digests.hash_json([task, id]))
                 places |= {(task, id): (known[task], begin + number) for number, id in enumerate(in_order)}
         return places
 
@@ -63,78 +62,75 @@ class TestSet:
         """Return the ids of all samples, by task."""
         ids: dict[str, list[str]] = {}
         for addition in self.additions:
-            for task, added in ({ROWS: addition.rows} | dict(addition.tasks)).items():
+            for task, added in ({TEST_ROWS: addition.rows} | dict(addition.tasks)).items():
                 ids.setdefault(task, []).extend(added)
         return ids
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Number of earlier models on a test set, on which the evidence that this model requires depends."""
-
-    number: int
-    """Number of the model among those evaluated on the test set, from 1."""
-    promoted: int
-    """Number of earlier models with the decision PROMOTE."""
-
-    @property
-    def share(self) -> float:
-        """Share of 1 - confidence at which this model is tested (`statistics.share_of_budget`)."""
-        return share_of_budget(self.number, self.promoted)
-
-
 def compute_digest(ids: Ids) -> str:
     """Compute the digest of a test set: ids of the test rows, and document ids of each harness task."""
-    tasks = {task: sorted(found) for task, found in ids.items() if task != ROWS}
-    return digests.hash_json({"rows": sorted(ids.get(ROWS, ())), "tasks": tasks})
+    tasks = {task: sorted(found) for task, found in ids.items() if task != TEST_ROWS}
+    return digests.hash_json({"rows": sorted(ids.get(TEST_ROWS, ())), "tasks": tasks})
 
 
 def register_test_set(layout: ProjectLayout, ids: Ids) -> str:
-    """Record the rows of a test set: a new one, or those that were added to the one before.
+    """Record the rows of a test set: a new one, or those that were added to an earlier one.
 
     Returns:
         A note if rows of the test set before are missing, so that this is another one; else an empty text.
 
     Raises:
-        DamagedFileError: A line of the file is invalid; nothing is written.
+        DamagedFileError: A line of the file is invalid, or recorded rows do not have the recorded digest; nothing is
+            written.
         LockHeldError: Another process held the lock of the file for LOCK_WAIT_S.
     """
     digest, note = compute_digest(ids), ""
     with _lock(layout):
         lines = read_lines(layout)
-        if any(isinstance(line, TestSetRows) and line.digest == digest for line in lines):
+        if _find(lines, digest, layout):
             return ""
-        earlier: TestSet | None = None
-        if last := next((line for line in reversed(lines) if isinstance(line, TestSetRows)), None):
-            earlier = _collect(lines, last.digest, layout)
-            missing = sum(len({*known} - {*ids.get(task, ())}) for task, known in earlier.ids().items())
-            if missing:
-                note = (
-                    f"{missing} of {sum(map(len, earlier.ids().values()))} samples of the test set before are missing, "
-                    "so this is another test set: evidence and count of models begin again"
-                )
-                earlier = None
+        earlier = _find_part(lines, ids, layout)
+        if earlier is None and (before := next(_iterate_test_sets(lines, layout), None)):
+            missing = sum(len({*known} - {*ids.get(task, ())}) for task, known in before.ids().items())
+            note = (
+                f"{missing} of {sum(map(len, before.ids().values()))} samples of the test set before are missing, so "
+                "this is another test set: evidence and count of models begin again"
+            )
         known = earlier.ids() if earlier else {}
         added = {task: sorted({*found} - {*known.get(task, ())}) for task, found in ids.items()}
         line = TestSetRows(
             digest=digest,
             previous=earlier.additions[-1].digest if earlier else None,
-            rows=tuple(added.pop(ROWS, ())),
+            rows=tuple(added.pop(TEST_ROWS, ())),
             tasks={task: tuple(found) for task, found in added.items() if found or task not in known},
         )
-        _append(layout, line)
+        _append(layout, *(earlier.additions if earlier else ()), line)
     return note
 
 
 def sort_rows(layout: ProjectLayout, ids: Sequence[str]) -> list[str]:
-    """Sort test rows: those of the newest test set in its order, then the others by id."""
-    lines = read_lines(layout)
-    last = next((line for line in reversed(lines) if isinstance(line, TestSetRows)), None)
-    known = _collect(lines, last.digest, layout).ids().get(ROWS, []) if last else []
-    if not {*known} <= {*ids}:
-        return sorted(ids)
-    places = _collect(lines, last.digest, layout).places if last else {}
-    return sorted(ids, key=lambda id: (places.get((ROWS, id), (0, len(known)))[1], id))
+    """Sort test rows: those of the newest test set that has no other rows in its order, then the others by id."""
+    earlier = _find_part(read_lines(layout), {TEST_ROWS: ids}, layout, tasks=(TEST_ROWS,))
+    places = earlier.places if earlier else {}
+    return sorted(ids, key=lambda id: (places.get((TEST_ROWS, id), (0, len(places)))[1], id))
+
+
+def _find_part(
+    lines: Sequence[Line], ids: Ids, layout: ProjectLayout, tasks: Sequence[str] | None = None
+) -> TestSet | None:
+    """Find the newest test set with samples that are all among these, as far as they belong to these tasks."""
+    for test_set in _iterate_test_sets(lines, layout):
+        known = test_set.ids()
+        if all({*known[task]} <= {*ids.get(task, ())} for task in (known if tasks is None else tasks) if task in known):
+            return test_set
+    return None
+
+
+def _iterate_test_sets(lines: Sequence[Line], layout: ProjectLayout) -> Iterator[TestSet]:
+    """Iterate over the recorded test sets, the newest first."""
+    for line in reversed(lines):
+        if isinstance(line, TestSetRows) and (test_set := _find(lines, line.digest, layout)):
+            yield test_set
 
 
 def read_test_set(layout: ProjectLayout, digest: str) -> TestSet | None:
@@ -147,29 +143,22 @@ def read_test_set(layout: ProjectLayout, digest: str) -> TestSet | None:
 
 
 def _find(lines: Sequence[Line], digest: str, layout: ProjectLayout) -> TestSet | None:
-    is_recorded = any(isinstance(line, TestSetRows) and line.digest == digest for line in lines)
-    return _collect(lines, digest, layout) if is_recorded else None
-
-
-def _collect(lines: Sequence[Line], digest: str, layout: ProjectLayout) -> TestSet:
-    """Collect the additions up to this digest, and verify their digests."""
+    """Collect the additions up to this digest, and verify their digests. None if some are not recorded here."""
     by_digest = {line.digest: line for line in reversed(lines) if isinstance(line, TestSetRows)}
     additions: list[TestSetRows] = []
     name: str | None = digest
     while name is not None:
-        addition = by_digest.pop(name, None)
-        if addition is None:
-            raise _damaged(layout, f"test set {name[:12]} is missing")
+        if (addition := by_digest.pop(name, None)) is None:
+            return None
         additions.insert(0, addition)
         name = addition.previous
     for count in range(1, len(additions) + 1):
         if compute_digest(TestSet(tuple(additions[:count])).ids()) != additions[count - 1].digest:
-            raise _damaged(layout, f"the rows of test set {additions[count - 1].digest[:12]} do not have this digest")
+            raise DamagedFileError(
+                f"{layout.test_set_uses}: the rows of test set {additions[count - 1].digest[:12]} do not have this "
+                "digest; restore the file from git"
+            )
     return TestSet(tuple(additions))
-
-
-def _damaged(layout: ProjectLayout, what: str) -> DamagedFileError:
-    return DamagedFileError(f"{layout.test_set_uses}: {what}; restore the file from git")
 
 
 def record_test_set_use(layout: ProjectLayout, test_set_digest: str, model: str, run_id: str) -> None:
@@ -209,8 +198,8 @@ def _lock(layout: ProjectLayout) -> FileLock:
     return FileLock(layout.test_set_uses_lock, f"{layout.test_set_uses}").acquire(LOCK_WAIT_S)
 
 
-def _append(layout: ProjectLayout, line: Line) -> None:
-    """Add the line to the file, and lines by experiments that the file lacks. All experiments share the lock."""
+def _append(layout: ProjectLayout, *lines: Line) -> None:
+    """Add lines that the file lacks, and those by experiments. All experiments share the lock."""
 
     def add(path: Path, new: Sequence[Line]) -> None:
         known = _read_file(path)
@@ -223,9 +212,9 @@ def _append(layout: ProjectLayout, line: Line) -> None:
             )
             files.write_atomic(path, "".join(map(base.to_json_line, rows)))
 
-    add(layout.test_set_uses, [*_read_file(layout.experiment_uses), line])
+    add(layout.test_set_uses, [*_read_file(layout.experiment_uses), *lines])
     if layout.is_temporary:
-        add(layout.experiment_uses, [line])
+        add(layout.experiment_uses, lines)
 
 
 def _key(line: Line) -> tuple[str | None, ...]:
@@ -239,13 +228,11 @@ def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int
     return len({use.model for use in read_uses_of(layout, test_set_digest)} | {model})
 
 
-def read_budget(layout: ProjectLayout, test_set_digest: str, model: str) -> Budget:
-    """Read how many models were evaluated and promoted on this test set before this model was evaluated first."""
-    uses = read_uses_of(layout, test_set_digest)
-    first = next((place for place, use in enumerate(uses) if use.model == model), len(uses))
-    earlier = uses[:first]
-    promoted = {use.model for use in earlier if use.decision == "PROMOTE"}
-    return Budget(number=len({use.model for use in earlier}) + 1, promoted=len(promoted))
+def read_model_number(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
+    """Return the number of this model among those evaluated on this test set, from 1, in the order of their first
+    evaluation."""
+    models = list(dict.fromkeys(use.model for use in read_uses_of(layout, test_set_digest)))
+    return (models.index(model) if model in models else len(models)) + 1
 
 
 def read_uses_of(layout: ProjectLayout, test_set_digest: str) -> list[TestSetUse]:

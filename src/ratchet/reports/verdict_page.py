@@ -316,8 +316,8 @@ def _describe_lineage(verdict: Verdict, evidence: GateEvidence) -> dict[str, obj
         "Test set": code(verdict.test_set_digest or evidence.report.test_set_digest),
         "Evaluations of it": f"{format_count(evidence.test_set_uses, 'model')}, including this one{limit}",
     }
-    if verdict.budget_share is not None:
-        facts["Budget for promotion"] = f"{100 * verdict.budget_share:.3g} % of 1 - confidence"
+    if verdict.alpha_share is not None:
+        facts["Level for promotion"] = f"{100 * verdict.alpha_share:.3g} % of 1 - confidence"
     if verdict.earlier_decisions:
         facts["Earlier decisions"] = describe_changed_rules(verdict)
     if champion.champion:

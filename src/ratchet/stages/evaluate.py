@@ -97,7 +97,8 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         judge_sessions = judge.JudgeSession.list_from_settings(layout, settings)
         suite = safety_suite.read_suite(layout, settings, card)
         scorer = safety.describe_scorer(settings.evaluate.safety.scorer, layout.root, judge_sessions)
-        looks = _list_looks(loader, test)
+        _check_rows(settings, test)
+        looks, size, changed = _list_looks(loader, test), _choose_batch_size(settings, test), ""
         for count in looks:
             part = test.first(count)
             evaluator = _build_evaluator(layout, settings, card, part, on_progress)
@@ -105,7 +106,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
             if suite:  # without tests, contracts keep their digests
                 terms = {**evaluator.terms, "safety": suite.describe(scorer)}
                 evaluator = dataclasses.replace(evaluator, safety=suite, terms=terms)
-            results, notes = _evaluate_models(loader, evaluator)
+            results, notes = _evaluate_models(loader, evaluator, size)
             _add_similarity(loader, part, results, on_progress)
             safety_report, safety_lines = None, safety.Lines()
             if suite:
@@ -117,7 +118,8 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
             if judge_sessions:
                 judge_report, judge_lines, judge_notes = judge.judge_answers(judge_sessions, results, part, on_progress)
                 notes += judge_notes
-            report = _build_report(loader, card, test, results, notes)
+            changed = test_sets.register_test_set(layout, _list_sample_ids(test, results)) or changed
+            report = _build_report(loader, card, test, results, [*notes, *filter(None, [changed])])
             report = report.model_copy(
                 update={
                     "judge_report": judge_report, "safety": safety_report, "remaining_rows": len(test.ids) - count,
@@ -138,10 +140,12 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
 def _list_looks(loader: EvaluationModelLoader, test: TestRows) -> list[int]:
     """Return the numbers of first rows after which a sequential gate may end the evaluation, and that of all rows.
 
-    A fixed gate needs all rows, and the gate decides nothing about a model that is not exported.
+    A fixed gate needs all rows, and the gate decides nothing about a model that is not exported. Rows of one group are
+    one unit of the tests, which a look must not divide.
     """
     n = len(test.ids)
-    if loader.settings.gate.test == "fixed" or loader.model_digest is None:
+    groups = [group for group in test.groups if group is not None]
+    if loader.settings.gate.test == "fixed" or loader.model_digest is None or len({*groups}) < len(groups):
         return [n]
     return sorted({min(n, max(MIN_LOOK_ROWS, round(n * share))) for share in LOOKS} | {n})
 
@@ -163,7 +167,8 @@ def evaluate_again(project: Project, progress: Progress) -> None:
     files.verify_sealed(layout.evaluate, "evaluation")
     first = EvaluationReport.load(layout.eval_report)
     loader, card, test = _load_inputs(layout, settings)
-    test = test.first(len(test.ids) - first.remaining_rows)
+    test = test.with_ids([row.id for row in evidence.read_rows(layout)])
+    _check_rows(settings, test)
     if first.adapter_digest != loader.trained.adapter_digest:
         raise DataError(f"{layout.eval_report}: is about another adapter; run `dvc repro evaluate`")
     role: ModelRole = "candidate" if "candidate" in first.scores else "merged"
@@ -203,7 +208,7 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
     opponents = model_loader.verify_references(layout, champions)
     test = rows.read(layout, settings)
     if settings.gate.test == "sequential":
-        test = test.in_order(test_sets.sort_rows(layout, test.ids))
+        test = test.with_ids(test_sets.sort_rows(layout, test.ids))
     base_model.verify_files(base_model.locate(layout, base), base.files)
     loading.use_threads(settings.machine.threads)
     device = loading.pick_device(settings.machine.device)
@@ -228,6 +233,12 @@ def _build_evaluator(
     encoder = None
     if semantic_similarity.NAME in settings.evaluate.metrics:
         encoder = semantic_similarity.describe_encoder(find_encoder(layout, settings), card.base_digest)
+    terms = comparability.comparison_terms(settings, card, test, text, tasks, encoder)
+    return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
+
+
+def _check_rows(settings: Settings, test: TestRows) -> None:
+    """Raise SettingsError if the rows lack fields that the settings need."""
     if "ifeval" in settings.evaluate.metrics:
         count = test.generation_count
         instruction_following.require_valid_instructions(test.ids[:count], test.fields[:count])
@@ -236,8 +247,6 @@ def _build_evaluator(
             f"evaluate.perturbations: paraphrase needs rows with a field {PARAPHRASE!r}, another wording of the last "
             "message; found none, so list the field in prepare.extra_fields"
         )
-    terms = comparability.comparison_terms(settings, card, test, text, tasks, encoder)
-    return Evaluator(layout, settings, card, test, text, terms, progress, use_cache)
 
 
 def _open_safety_judge(
@@ -278,13 +287,16 @@ def _add_similarity(
     oom.release_memory()
 
 
+def _choose_batch_size(settings: Settings, test: TestRows) -> EvaluationBatchSize:
+    longest = max(map(len, test.input_ids)) + settings.evaluate.max_new_tokens
+    return EvaluationBatchSize(settings.machine.evaluation_batch_size, longest)
+
+
 def _evaluate_models(
-    loader: EvaluationModelLoader, evaluator: Evaluator
+    loader: EvaluationModelLoader, evaluator: Evaluator, size: EvaluationBatchSize
 ) -> tuple[dict[ModelRole, EvaluationResult], list[str]]:
     """Evaluate all models with one batch size. If memory runs out for one, halve the size and evaluate all again."""
     notes: list[str] = []
-    longest = max(map(len, evaluator.rows.input_ids)) + loader.settings.evaluate.max_new_tokens
-    size = EvaluationBatchSize(loader.settings.machine.evaluation_batch_size, longest)
     while True:
         try:
             return loader.evaluate_models(evaluator, size), notes
@@ -304,6 +316,14 @@ def _evaluate_models(
         evaluator.progress(f"{notes[-1]}: starting over")
 
 
+def _list_sample_ids(test: TestRows, results: Mapping[ModelRole, EvaluationResult]) -> dict[str, list[str]]:
+    """Return the ids of all test rows, and of the scored documents by harness task."""
+    documents = next(iter(results.values())).documents
+    return {test_sets.TEST_ROWS: list(test.ids)} | {
+        task: [str(document["id"]) for document in found] for task, found in documents.items()
+    }
+
+
 def _build_report(
     loader: EvaluationModelLoader,
     card: DatasetCard,
@@ -311,8 +331,7 @@ def _build_report(
     results: Mapping[ModelRole, EvaluationResult],
     notes: list[str],
 ) -> EvaluationReport:
-    documents_by_task = next(iter(results.values())).documents
-    document_ids = {task: [str(document["id"]) for document in found] for task, found in documents_by_task.items()}
+    ids = _list_sample_ids(test, results)
     contracts = {digests.hash_json(result.contract): result.contract for result in results.values()}
     notes += [note for result in results.values() for note in result.notes]
     notes += [
@@ -325,9 +344,6 @@ def _build_report(
         notes.append(
             "this adapter was not exported yet; the gate requires an export and an evaluation after it: `dvc repro`"
         )
-    ids = {test_sets.ROWS: list(test.ids)} | document_ids
-    if note := test_sets.register_test_set(loader.layout, ids):
-        notes.append(note)
     validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(loader.layout))
     champion, anchor = loader.opponents.get("champion"), loader.opponents.get("anchor")
     return EvaluationReport(
@@ -342,7 +358,7 @@ def _build_report(
         contracts=contracts,
         scores={role: summarize_scores(role, result) for role, result in results.items()},
         costs={role: result.cost for role, result in results.items() if result.cost},
-        selection_overlaps=evidence.count_overlaps(loader.layout, test.ids, document_ids, [validation]),
+        selection_overlaps=evidence.count_overlaps(loader.layout, test.ids, filter(None, ids), [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -196,6 +196,10 @@ class SafetyReport(Record):
     """Number of replies of the judge without a verdict. Their answers count as failures."""
 
 
+SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
+"""Units of metrics with a largest value."""
+
+
 class EvaluationReport(Record):
     """Results of the models of an evaluation: base, candidate, champion and anchor."""
 

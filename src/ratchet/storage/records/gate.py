@@ -82,8 +82,8 @@ class Verdict(Record):
     earlier_decisions: tuple[Decision, ...] = ()
     """Earlier decisions about this model on these samples, under different rules."""
     remaining_rows: int = 0
-    """Number of test rows that were not scored, because all rules were decided before."""
-    budget_share: float | None = None
+    """Number of test rows that were not scored."""
+    alpha_share: float | None = None
     """Share of 1 - confidence at which a sequential test may promote this model, because earlier models were tested on
     these samples; None for fixed tests."""
 
