@@ -6,6 +6,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,20 @@ def test_a_workspace_of_a_commit_has_its_files_and_the_data_that_dvc_tracks(tmp_
     assert not (target.root / ".git").exists()
     with pytest.raises(InputError, match="is not in this clone, and no remote has it; push it to a branch"):
         make_workspace(layout, layout.queue / "job-2.1", settings, "0" * 40)
+
+    for number, (link, is_inside) in enumerate({"params.yaml": True, "/etc": False, "data/../../other": False}.items()):
+        (root / "link").unlink(missing_ok=True)
+        (root / "link").symlink_to(link)
+        git(root, "add", "link")
+        git(root, "commit", "-q", "-m", link)
+        make = partial(
+            make_workspace, layout, layout.queue / f"job-3.{number}", settings, git(root, "rev-parse", "HEAD")
+        )
+        if is_inside:
+            assert (make().root / "link").readlink() == Path(link)
+        else:
+            with pytest.raises(InputError, match=f"link is a link to {link}, outside of the project"):
+                make()
 
 
 @pytest.fixture

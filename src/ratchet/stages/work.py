@@ -14,10 +14,10 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
@@ -390,16 +390,28 @@ def _extract_commit(layout: ProjectLayout, workspace: Path, commit: str) -> None
     with subprocess.Popen(["git", "archive", commit], cwd=layout.root, stdout=PIPE, stderr=DEVNULL) as process:
         try:
             with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-                archive.extractall(workspace, filter="data")
+                # Python 3.11.4 and later have the filter; later ones warn without it.
+                options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+                archive.extractall(workspace, members=_list_members(archive, commit), **options)  # noqa: S202 (checked)
         except tarfile.ReadError:
             raise InputError(
                 f"commit {commit} is not in this clone, and no remote has it; push it to a branch"
             ) from None
-        except tarfile.FilterError as error:
-            raise InputError(f"commit {commit}: {error}; a job extracts no links out of the project") from None
     tracked = [str(path.relative_to(workspace)) for path in workspace.rglob("*.dvc") if path.is_file()]
     if tracked:
         _fetch_data(layout, workspace, tracked)
+
+
+def _list_members(archive: tarfile.TarFile, commit: str) -> Iterator[tarfile.TarInfo]:
+    """Iterate over the files of a commit. Raises InputError at a link that leads out of the project."""
+    for member in archive:
+        target = Path(os.path.normpath(Path(member.name).parent / member.linkname))
+        if member.issym() and (target.is_absolute() or os.pardir in target.parts):
+            raise InputError(
+                f"commit {commit}: {member.name} is a link to {member.linkname}, outside of the project; a job "
+                "extracts no such link"
+            )
+        yield member
 
 
 def _fetch_data(layout: ProjectLayout, workspace: Path, tracked: list[str]) -> None:
