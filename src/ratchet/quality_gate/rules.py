@@ -422,6 +422,8 @@ def _compare_with_value(
         if has_too_few_samples(result):
             differences = (-math.inf, math.inf)
         bounds = (_value_at_difference(metric, value, result.low), _value_at_difference(metric, value, result.high))
+        if is_share(metric):
+            bounds = (min(1.0, max(0.0, bounds[0])), min(1.0, max(0.0, bounds[1])))
     worst, best = (format_value(bound, metric) for bound in bounds)
     text = (
         f"{name} of {role} {format_value(metric.value, metric)} "
