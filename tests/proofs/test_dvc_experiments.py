@@ -94,7 +94,7 @@ def test_two_experiments_at_a_time_in_a_project_where_nothing_has_run(layout: Pr
         files.verify_sealed(paths.result)
     assert mlflow_runs(layout) == {"rank-2": ("FINISHED", "2"), "rank-8": ("FINISHED", "8")}
     uses = base.read_lines(layout.experiment_uses)
-    assert len({use["model"] for use in uses}) == 2
+    assert len({use["model"] for use in uses if "model" in use}) == 2  # other lines are rows of the test set
 
     shown = json.loads(run(layout, "dvc", "exp", "show", "--json"))
     figures = {
