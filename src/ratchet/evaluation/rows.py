@@ -1,6 +1,5 @@
 """Inputs of an evaluation: test rows, their labels and slices, and general text that is unrelated to the task."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,11 +86,7 @@ class TestRows:
 
     def first(self, count: int) -> "TestRows":
         """Return the first rows."""
-        lists = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        parts: dict[str, Any] = {name: value[:count] for name, value in lists.items() if isinstance(value, list)}
-        rejected = self.rejected and EncodedRows(self.rejected.input_ids[:count], self.rejected.labels[:count])
-        generation_count = min(self.generation_count, count)
-        return replace(replace(self, **parts), rejected=rejected, generation_count=generation_count)
+        return self.with_ids(self.ids[:count])
 
     def with_ids(self, ids: Sequence[str]) -> "TestRows":
         """Return the rows with these ids, in the order of the ids."""
