@@ -115,6 +115,13 @@ def test_a_large_model_makes_a_figure_of_the_same_size() -> None:
     small, figure = plots.build_gradient_map(analysis()), plots.build_gradient_map(large)
     assert figure["layout"]["height"] == small["layout"]["height"] < 700
     assert [len(one["z"]) for one in figure["data"]] == [32] * 7
+    domains = {
+        axis: [value["domain"] for name, value in figure["layout"].items() if name.startswith(axis)]
+        for axis in ("xaxis", "yaxis")
+    }
+    assert {axis: (min(found)[0], max(end for _, end in found)) for axis, found in domains.items()} == {
+        "xaxis": (0, pytest.approx(1)), "yaxis": (pytest.approx(0), pytest.approx(1)),
+    }, "the panels fill the figure"  # fmt: skip
 
 
 def test_the_map_has_the_gradients_and_one_scale() -> None:

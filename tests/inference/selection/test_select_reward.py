@@ -37,13 +37,16 @@ def scored(layout: ProjectLayout, tmp_path: Path) -> Scored:
     """Return a function that selects rows with a reward program of this text."""
 
     def run(
-        program: str, command: tuple[str, ...] = (sys.executable, "score.py"), **knobs: Any
+        program: str,
+        command: tuple[str, ...] = (sys.executable, "score.py"),
+        prompts: list[dict[str, Any]] = PROMPTS,
+        **knobs: Any,
     ) -> list[dict[str, Any]]:
         select_ = {"reward": {"command": list(command), **knobs}, "deduplication": {"jaccard_threshold": None}}
         settings = made.settings_of(select_, samples=3, temperature=1.0, extra_fields=["area"])
         made.project(layout.root, settings)
         (layout.root / "score.py").write_text(program, encoding="utf-8")
-        asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+        asked = made.write_lines(tmp_path / "prompts.jsonl", prompts)
 
         def answers(id: str, sample: int) -> made.Said:
             return f"<think>hm</think>{id}" + "!" * sample, {"mean_log_probability": -1.0 - sample}
@@ -61,6 +64,12 @@ def test_answers_below_the_minimum_are_removed(scored: Scored, layout: ProjectLa
     card = SelectionCard.load(card_path(layout.raw / "distilled.jsonl"))
     assert {one.name: one.dropped for one in card.filters if one.dropped} == {"reward": 3, "not_selected": 3}
     assert card.spec.reward_files == {"score.py": digests.hash_file(layout.root / "score.py")}
+
+
+def test_a_program_may_write_wide_lines_for_many_answers(scored: Scored) -> None:
+    prompts = [{"id": f"q{n}", "prompt": f"say {n}", "answer": str(n), "area": "x"} for n in range(300)]
+    rows = scored(READ + "for one in asked: print(f'{len(one[\"answer\"]):120}')\n", prompts=prompts, select_best=True)
+    assert len(rows) == 300, "108,900 bytes"
 
 
 def test_the_best_answer_by_score_is_selected(scored: Scored) -> None:
