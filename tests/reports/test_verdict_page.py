@@ -16,6 +16,7 @@ import pytest
 from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
 from page_reading import heard, read, section
 from ratchet.reports import sample_browser, verdict_page
+from ratchet.storage.html import NONE
 from ratchet.storage.records.evaluation import EvaluatedRow, ModelRole, SampleScore
 from ratchet.storage.records.gate import ChampionFile, RuleResult
 
@@ -207,6 +208,8 @@ def test_flips_are_counted_over_all_samples(page: str) -> None:
     rows = {row[0]: row[1:] for row in table(page, "flipped-samples")}
     counts = [str(pairs.count(kind)) for kind in ((1, 0), (0, 1), (0, 0), (1, 1))]
     assert rows["accuracycandidate against champion"] == ["40", *counts]
+    total, lost, won, *others = rows["answer_losscandidate against champion"]
+    assert (int(lost) + int(won) + int(others[1]), others[0]) == (int(total), NONE), "a loss is never wrong"
     assert "general_perplexitycandidate against base" not in rows, "its samples have no text"
 
 
