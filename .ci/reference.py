@@ -174,7 +174,15 @@ def _write_section(
         unit = next(
             (unit for end, unit in UNITS.items() if name.endswith(end) and re.search("integer|number", accepted)), ""
         )
-        rows.append([code(path), escape(accepted), shown, unit, escape(section.descriptions().get(name, ""))])
+        rows.append(
+            [
+                code(path),
+                escape(accepted),
+                shown,
+                unit,
+                escape(section.descriptions().get(name, "Kind of the rule." if name == "rule" else "")),
+            ]
+        )
     yield table(["setting", "accepts", "default", "unit", "meaning"], rows) if rows else ""
     for kind, path, text in inner:
         yield f"### {path}\n"

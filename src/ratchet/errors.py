@@ -50,6 +50,9 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h
 """From a rank to its supervisor only: other ranks are lost. No command ends with it."""
 
+DOCUMENTATION = "Ratchet's documentation"
+"""How messages name the documentation, before a page: a project has no docs/. Put an address here once there is one."""
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its class if the message is empty."""
