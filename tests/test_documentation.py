@@ -240,6 +240,27 @@ def test_troubleshooting_has_every_error_class() -> None:
     assert [name for name in classes if f"| `{name}` |" not in page] == []
 
 
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    """Inline code with spaces is a command, a setting with its value, or a message, with `...` for what varies."""
+    texts = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    source = "\n".join(" ".join(text.split()) for text in texts)
+    found = []
+    for code in read_code((DOCS / "troubleshooting.md").read_text(encoding="utf-8")):
+        is_command = re.match(r"(ratchet|dvc|git|hf|pip|iconv|nvidia-smi|df) ", code.text)
+        is_value = is_setting(code.text.partition(": ")[0])
+        if code.language == "inline" and " " in code.text and not is_command and not is_value:
+            pieces = [piece.strip(" ;,:()") for piece in re.split(r"\.\.\.|\b[A-Z]{4,}\b", code.text)]
+            unknown = [piece for piece in pieces if piece not in source and piece not in BUDGETS["foreign"]]
+            found += [f"{code.line}: {piece}" for piece in unknown]
+    assert found == []
+
+
 def list_messages() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each string of the source that is no docstring."""
     for path in sorted(SOURCE.rglob("*.py")):
