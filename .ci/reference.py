@@ -33,7 +33,7 @@ SOURCE = ROOT / "src" / "ratchet"
 RECORDS = SOURCE / "storage" / "records"
 SPECIAL = re.compile(r"[|<>]")
 UNITS = {
-    "_bytes_per_s": "bytes/s", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_percent": "percent",
+    "_bytes_per_s": "bytes/s", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens",
     "_celsius": "degrees Celsius", "_hours": "hours", "_steps": "optimizer steps", "_characters": "characters",
 }  # fmt: skip
 """Unit of a setting, by the end of its name."""
@@ -171,19 +171,11 @@ def _write_section(
         shown = "required" if field.is_required() else code(_format_default(default))
         if path in changes:
             shown += f" ({escape(changes[path])})"
-        unit = next(
-            (unit for end, unit in UNITS.items() if name.endswith(end) and re.search("integer|number", accepted)), ""
-        )
-        rows.append(
-            [
-                code(path),
-                escape(accepted),
-                shown,
-                unit,
-                escape(section.descriptions().get(name, "Kind of the rule." if name == "rule" else "")),
-            ]
-        )
-    yield table(["setting", "accepts", "default", "unit", "meaning"], rows) if rows else ""
+        if re.search("integer|number", accepted):
+            accepted += next((f"; {unit}" for end, unit in UNITS.items() if name.endswith(end)), "")
+        meaning = section.descriptions().get(name, "Kind of the rule." if name == "rule" else "")
+        rows.append([code(path), escape(accepted), shown, escape(meaning)])
+    yield table(["setting", "accepts", "default", "meaning"], rows) if rows else ""
     for kind, path, text in inner:
         yield f"### {path}\n"
         yield f"{escape(text or inspect.getdoc(kind))}\n"

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ import pytest
 import yaml
 from markdown.extensions.toc import slugify, unique
 
+from chromium import Browser, Tab
 from ratchet import errors
 from ratchet.cli.main import build_parser
 from ratchet.cli.parser import list_flags
@@ -306,16 +309,34 @@ def test_the_reference_has_every_command_setting_event_and_function() -> None:
     assert "## ratchet.promote\n" in write_page("python")
 
 
-@pytest.mark.long
-def test_the_site_builds_without_warnings_and_loads_nothing_from_other_servers(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    pages = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")]
+    return folder
+
+
+@pytest.mark.long
+def test_the_site_builds_without_warnings_and_names_no_script_of_another_server(site: Path) -> None:
+    pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
     assert len(pages) > len(load_reference().PAGES) + 40
-    loaded = re.compile(
-        r"<(?:script|img|iframe|link rel=\"?(?:stylesheet|preconnect|preload))[^>]*(?:src|href)=\"?https?:"
-    )
+    element = r"<(?:script|img|iframe|link rel=\"?(?:stylesheet|preconnect|preload))[^>]*"
+    loaded = re.compile(rf"{element}(?:src|href)=\"?https?:")
     assert [match[0] for page in pages for match in loaded.finditer(page)] == []
-    assert "journal" in (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_the_search_of_the_site_finds_pages_in_a_browser_without_another_server(site: Path, chrome: Browser) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, Tab(chrome) as tab:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        tab.open(f"{address}/index.html?q=champion")
+        tab.wait_for("document.querySelectorAll('.md-search-result__item').length > 5")
+        assert [url for url in tab.requests() if not url.startswith((f"{address}/", "data:"))] == []
+        assert tab.complaints() == []
+        server.shutdown()
