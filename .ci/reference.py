@@ -22,6 +22,7 @@ from ratchet import api, errors
 from ratchet.cli.main import COMMANDS, build_parser
 from ratchet.config import defaults, params_file
 from ratchet.config.fields import Section
+from ratchet.config.prepare import DROP_REASONS
 from ratchet.config.settings import Settings
 from ratchet.runs import journal, restart_policy
 from ratchet.runs.prometheus_series import METRICS
@@ -46,12 +47,12 @@ def escape(text: Any) -> str:
     for number in range(0, len(parts), 2):  # outside of code
         parts[number] = SPECIAL.sub(lambda match: f"&#{ord(match[0])};", parts[number]).replace("_", r"\_")
         parts[number] = parts[number].replace("*", r"\*")
-    return "`".join(parts).replace("|", "&#124;") if len(parts) % 2 else SPECIAL.sub("", joined)
+    return "`".join(parts)
 
 
 def code(text: Any) -> str:
-    """Return text as inline code in a table cell."""
-    return f"`{text}`".replace("|", "\\|") if str(text) else ""
+    """Return text as inline code, in which Markdown takes nothing for a column."""
+    return f"`{text}`" if str(text) else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -132,7 +133,7 @@ def _write_flags(parser: argparse.ArgumentParser) -> str:
 def write_settings() -> str:
     """Return the page of all settings."""
     changes = {
-        name: f"version {number - 1}: {params_file._format_value(change.before)}"
+        name: f"version {number - 1}: {params_file.format_value(change.before)}"
         for number, changed in sorted(defaults.CHANGES.items())
         for name, change in changed.items()
     }
@@ -147,8 +148,13 @@ def write_settings() -> str:
     for name in Settings.model_fields:
         section = type(getattr(Settings(), name))
         lines += [f"## {name}\n", f"{escape(inspect.getdoc(section))}\n", *_write_section(section, name, changes, seen)]
+    reasons = [
+        [code(name), "none" if rule.default_limit is None else f"{rule.default_limit:g}", escape(rule.meaning)]
+        for name, rule in DROP_REASONS.items()
+    ]
+    lines += ["## Keys of prepare.limits\n", table(["reason", "default", "rows"], reasons)]
     lines.append("## Parts of lists and mappings\n")
-    for kind in params_file._list_sections(Settings):
+    for kind in params_file.list_sections(Settings):
         if kind not in seen:
             lines += [f"### {kind.__name__}\n", f"{escape(inspect.getdoc(kind))}\n"]
             lines += _write_section(kind, "", changes, seen)
@@ -166,8 +172,8 @@ def _write_section(
         if prefix and isinstance(kind, type) and issubclass(kind, Section):
             inner.append((kind, path, section.descriptions().get(name, "")))
             continue
-        schema = params_file._find_schema(tuple(path.split("."))) if prefix else section_schema(section, name)
-        accepted = params_file._describe_schema(schema or {})
+        schema = params_file.find_schema(tuple(path.split("."))) if prefix else section_schema(section, name)
+        accepted = params_file.describe_schema(schema or {})
         shown = "required" if field.is_required() else code(_format_default(default))
         if path in changes:
             shown += f" ({escape(changes[path])})"
@@ -191,7 +197,7 @@ def section_schema(section: type[Section], name: str) -> dict[str, Any]:
 def _format_default(value: Any) -> str:
     if isinstance(value, tuple) and value and isinstance(value[0], Section):
         return ", ".join(str(getattr(entry, next(iter(type(entry).model_fields)))) for entry in value)
-    text = params_file._format_value(value)
+    text = params_file.format_value(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -146,7 +146,7 @@ def _check_command(text: str) -> Iterator[str]:
 
 @cache
 def list_settings() -> frozenset[str]:
-    return frozenset(params_file._list_setting_names())
+    return frozenset(params_file.list_setting_names())
 
 
 def is_setting(name: str) -> bool:
@@ -287,7 +287,7 @@ def test_messages_name_no_page_of_this_repository_and_only_settings_that_exist()
             if not is_setting(name) and not FILES.search(name) and name not in BUDGETS["not_settings"]
         ]
     found += [str(path) for path in SOURCE.rglob("*.j2") if "docs/" in path.read_text(encoding="utf-8")]
-    kinds = params_file._list_sections(Settings)
+    kinds = params_file.list_sections(Settings)
     found += [f"{kind.__name__}.{n}" for kind in kinds for n, text in kind.descriptions().items() if "docs/" in text]
     assert found == []
 
