@@ -11,7 +11,7 @@ export DVC_NO_ANALYTICS := 1
 # Compiled modules are kept: without them every process that a test starts compiles Ratchet again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: repro test prove coverage programs lint bench bench-scale pictures ui clean
+.PHONY: repro test prove coverage programs lint bench bench-scale pictures docs ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -77,6 +77,11 @@ pictures: $(VENV)/.ready
 	-bash .ci/terminal
 	-bash .ci/prometheus
 	python benchmarks/pictures.py
+
+# The documentation as a site, in build/site; a warning is an error. Search needs a server: python -m http.server -d build/site
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	@echo build/site/index.html
 
 ui: $(VENV)/.ready
 	ratchet ui

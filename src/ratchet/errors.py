@@ -35,12 +35,23 @@ A message says what failed, where (setting or file:line), what was found, and wh
 from typing import ClassVar
 
 EXIT_OK = 0
+"""Done. `ratchet gate` also exits with 0 for HOLD, REJECT and INVALID, so that DVC keeps the verdict."""
 EXIT_BUG = 1
+"""A bug of Ratchet, or a failure that needs investigation, such as a training that gave up."""
 EXIT_INPUT = 2
+"""Settings, data or environment: the message says what was found and what to do."""
 EXIT_GATE = 3
-EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h; a rank reports lost peers to its supervisor
+"""The gate did not decide PROMOTE: from `ratchet promote`, `ratchet push`, `ratchet gate --check`; or `ratchet gate
+--aa` found too much noise."""
 EXIT_UNFIT = 69  # EX_UNAVAILABLE of sysexits.h
+"""The machine does not meet `ratchet doctor --require`; nothing was started."""
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+"""Interrupted, or a service did not answer in time. Work is saved: run the same command again."""
+EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h
+"""From a rank to its supervisor only: other ranks are lost. No command ends with it."""
+
+DOCUMENTATION = "Ratchet's documentation"
+"""How messages name the documentation, before a page: a project has no docs/. Put an address here once there is one."""
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,11 @@ HELP = "verify the champion, test it, and make it current in a directory that a 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="directory that a server reads; made if missing")
-    parser.add_argument("--format", metavar="FORMAT", help="hf, gguf, bitsandbytes, onnx, or gguf/q8_0 (default: gguf)")
+    parser.add_argument(
+        "--format", metavar="FORMAT",
+        help="hf, gguf, bitsandbytes, onnx, or gguf/q8_0 (default: DIR's present format; in a new DIR, the first "
+        "GGUF file, or hf if there is none)",
+    )  # fmt: skip
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")
     choice.add_argument("--rollback", action="store_true", help="go back to the previous release")

@@ -230,7 +230,7 @@ def explain(
             if isinstance(value, Section):
                 yield from walk(value, f"{key}.")
             else:
-                yield EffectiveSetting(key, _format_value(value), find_origin(key))
+                yield EffectiveSetting(key, format_value(value), find_origin(key))
 
     return version, list(walk(settings, ""))
 
@@ -264,7 +264,7 @@ def build_json_schema() -> dict[str, Any]:
         definitions[section]["properties"][field] = {"anyOf": [dict(found), accepted], **description}
     sources = definitions["Prepare"]["properties"]["sources"]
     sources["anyOf"][0]["items"] = {"anyOf": [sources["anyOf"][0]["items"], {"type": "string"}]}
-    for kind in _list_sections(Settings):
+    for kind in list_sections(Settings):
         properties = definitions.get(kind.__name__, schema)["properties"]
         for field_name, text in kind.descriptions().items():
             if field_name in properties:
@@ -272,7 +272,7 @@ def build_json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Ratchet: params.yaml"}
 
 
-def _list_sections(section: type[Section]) -> list[type[Section]]:
+def list_sections(section: type[Section]) -> list[type[Section]]:
     """Return a section and all sections inside its fields, also in lists and mappings."""
     found = {section: None}
 
@@ -355,7 +355,7 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     if kind == "extra_forbidden":
         section = _find_section(keys[:-1])
         if section is not None and keys[-1] in section.__class_vars__:
-            constant = _format_value(getattr(section, keys[-1]))
+            constant = format_value(getattr(section, keys[-1]))
             text = f"found {_format_found(item['input'])}; it is no setting any more and always {constant}; remove it"
         else:
             text = f"unknown setting; {_suggest_key(keys, is_variable=path.startswith(SETTING_PREFIX))}"
@@ -385,10 +385,10 @@ def _suggest_key(keys: list[str], is_variable: bool = False) -> str:
     """
     *path, key = keys
     known = _list_known_keys(path)
-    if "." in key and key in _list_setting_names():
+    if "." in key and key in list_setting_names():
         section, _, name = key.rpartition(".")
         return f"write {name} below {section}, without the dot"
-    elsewhere = sorted((n for n in _list_setting_names() if n.endswith(f".{key}")), key=lambda name: name.count("."))
+    elsewhere = sorted((n for n in list_setting_names() if n.endswith(f".{key}")), key=lambda name: name.count("."))
     if elsewhere and not path:
         nearest = elsewhere[:3]
     else:
@@ -401,7 +401,7 @@ def _suggest_key(keys: list[str], is_variable: bool = False) -> str:
 
 
 @functools.cache
-def _list_setting_names() -> tuple[str, ...]:
+def list_setting_names() -> tuple[str, ...]:
     """Return the dotted names of all settings that every project has."""
 
     def walk(section: type[Section], prefix: str) -> Iterator[str]:
@@ -416,7 +416,7 @@ def _list_setting_names() -> tuple[str, ...]:
 @functools.cache
 def _list_variable_spellings() -> dict[str, str]:
     """Return the variable of each setting by its name without underscores."""
-    variables = [name_variable(name) for name in _list_setting_names() if "." in name]
+    variables = [name_variable(name) for name in list_setting_names() if "." in name]
     return {variable.replace("_", ""): variable for variable in variables}
 
 
@@ -432,7 +432,7 @@ def _clean_message(item: dict[str, Any]) -> str:
 
 def _describe_expected(item: dict[str, Any]) -> str:
     """Describe the accepted values by the JSON schema of the setting. Without a schema, use pydantic's message."""
-    text = _describe_schema(schema) if (schema := _find_schema(item["loc"])) else ""
+    text = describe_schema(schema) if (schema := find_schema(item["loc"])) else ""
     if not text:
         message = _clean_message(item)
         text = message[0].lower() + message[1:]
@@ -446,7 +446,7 @@ def _build_json_schema() -> dict[str, Any]:
     return Settings.model_json_schema()
 
 
-def _find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
+def find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
     """Return the JSON schema of the setting at pydantic's location; None if the setting has no schema."""
     root = _build_json_schema()
 
@@ -481,7 +481,7 @@ def _find_schema(location: tuple[int | str, ...]) -> dict[str, Any] | None:
     return resolve(node)
 
 
-def _describe_schema(schema: dict[str, Any]) -> str:
+def describe_schema(schema: dict[str, Any]) -> str:
     """Describe a JSON schema in words; empty if it restricts nothing."""
     branches = schema.get("anyOf") or schema.get("oneOf") or [schema]
     words = [branch["const"] for branch in branches if "const" in branch]
@@ -494,7 +494,7 @@ def _describe_schema(schema: dict[str, Any]) -> str:
 
 def _describe_type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        return _describe_schema(schema)
+        return describe_schema(schema)
     text = "a mapping" if "$ref" in schema else _NAMES.get(schema.get("type", ""), "")
     if "pattern" in schema:
         text += f" that matches {schema['pattern']}"
@@ -617,11 +617,11 @@ def _format_entry(name: str, value: Any, depth: int) -> list[str]:
             *(f"{pad}  {_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()),
         ]
     if isinstance(value, tuple) and _contains_section(value) and not all(map(_is_path, value)):
-        return [f"{pad}{name}:", *(f"{pad}  - {_format_value(item)}" for item in value)]
-    return [f"{pad}{name}: {_format_value(value)}"]
+        return [f"{pad}{name}:", *(f"{pad}  - {format_value(item)}" for item in value)]
+    return [f"{pad}{name}: {format_value(value)}"]
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value on one line."""
     if _is_path(value):
         return _format_scalar(value.files)
@@ -630,7 +630,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, dict) and _contains_section(value):
         return "{" + ", ".join(f"{_format_scalar(key)}: {_format_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple) and _contains_section(value):
-        return "[" + ", ".join(map(_format_value, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     return _format_scalar(value)
 
 

@@ -200,7 +200,7 @@ class Train(Section):
     alpha_pattern: dict[Name, Positive] = Field(default_factory=dict)
     """Alphas of particular modules, in the same way."""
     initialization: Literal["zero", "gaussian", "orthogonal", "eva", "loftq", "pissa"] = "zero"
-    """zero, gaussian: B = 0, A uniform or normal. Others: docs/models.md. Only loftq starts as another model."""
+    """zero, gaussian: B = 0, A uniform or normal. Others: see the documentation. Only loftq starts as another model."""
     init_adapter: Name | None = None
     """Start from trained weights: a RunId, adapter, checkpoint, hub id (org/name@commit) or `champion`. null: new."""
     adalora: AdaLoraSettings = AdaLoraSettings()

@@ -12,9 +12,23 @@ FailureClass = Literal[
     "out_of_memory", "too_large", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug",
     "peers", "rendezvous", "endpoint",
 ]  # fmt: skip
-"""`peers`: other ranks are gone, or the process that trains several runs. `rendezvous`: the machines did not connect to
-each other. `too_large`: the memory forecast refused the run before anything was loaded. `endpoint`: a model server does
-not answer."""
+"""Why an attempt ended.
+
+    out_of_memory   Not even one row fits into memory. If the kernel killed the worker instead, it is restarted.
+    too_large       The memory forecast refused the run before anything was loaded.
+    diverged        There were more bad steps than train.guards allows.
+    preempted       The run was asked to stop: a signal, Ctrl-C, or a preemption notice.
+    hardware        The GPU reported an error, or weights in memory became NaN or infinite.
+    stalled         The worker made no progress for machine.stall_timeout_s, and the supervisor killed it.
+    storage         A file could not be read or written. If this lasts machine.storage_timeout_s, the command ends with
+                    exit code 2.
+    data            Settings, data or the base model cannot be used.
+    killed          A signal ended the worker, and neither it nor the supervisor knows why.
+    bug             Any other exception.
+    peers           Other ranks are gone, or the process that trains several runs.
+    rendezvous      The machines did not connect to each other within machine.rendezvous_timeout_s.
+    endpoint        A model server did not answer.
+"""
 
 MAX_DELAY_S = 60.0
 MAX_PEERS_RESTARTS = 50

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
-from ratchet.errors import ChampionError, GateError, SettingsError
+from ratchet.errors import DOCUMENTATION, ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
 from ratchet.registry import ledger, model_store, outbox, promotion, signature
 from ratchet.registry.deployment import server_files
@@ -284,8 +284,8 @@ def _open_registry(intent: PromotionIntent, registry: MlflowModelRegistry) -> Ml
         used, now = intent.server or "the project's own registry", registry.server or "the project's own registry"
         raise ChampionError(
             f"{registry.layout.promotion_intent}: the {intent.action} that {intent.actor} started on {intent.time} was "
-            f"interrupted; it used {used}, but registered models are now in {now}. Use the former (docs/promotion.md), "
-            "and repeat the command"
+            f"interrupted; it used {used}, but registered models are now in {now}. Use the former, and repeat the "
+            f"command ({DOCUMENTATION}, page promotion)"
         )
     return registry if intent.model_name == registry.model_name else registry.open_model(intent.model_name)
 

@@ -206,7 +206,7 @@ class RankGroup:
                 if now_s - started_s > timeout_s:
                     raise PeersLostError(
                         f"rank {self.environment.rank} waited {timeout_s:g} s for the other "
-                        f"{self.environment.world_size - 1} ranks (machine.peer_timeout_s)"
+                        f"{self.environment.world_size - 1} ranks"
                     )
             work.wait()
         except RuntimeError as error:

@@ -229,8 +229,8 @@ class WorkerPool:
             slot.losses += 1
             if slot.losses > self._launcher.max_losses:
                 raise RunFailedError(
-                    f"worker {slot.number} was lost {slot.losses} times, the last time because {lost}; more than "
-                    f"machine.ray.max_restarts ({self._launcher.max_losses}). Run the same command again to resume"
+                    f"worker {slot.number} was lost {slot.losses} times, the last time because {lost}; it is "
+                    f"replaced {self._launcher.max_losses} times at most. Run the same command again to resume"
                 )
         else:
             is_short_lived = time.monotonic() - slot.started_s < SHORT_LIFE_S and not was_victim
