@@ -136,9 +136,9 @@ def read_statements(
     Returns:
         The statements, and a sentence about each text that is none.
     """
-    places = {text: where for where, text in reversed(texts.items())}
     statements, problems = list[SignedStatement](), list[str]()
-    for text, where in reversed(places.items()):
+    for text in dict.fromkeys(texts.values()):
+        where = next(place for place, other in texts.items() if other == text)
         try:
             statements.append(_read_statement(where, text, keyring, now))
         except ValueError as error:  # NotSignedError, or a time in another format

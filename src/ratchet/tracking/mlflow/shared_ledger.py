@@ -11,7 +11,7 @@ The run is named by a tag that the registered model gets when it is created. Its
 create it at once agree on one run.
 
 A proposal or an approval (`registry.approvals`) is stored in parameters whose names have the SHA-256 of the text, so
-that several people can add theirs at once, nobody can replace one, and a text of which a part is missing is ignored.
+that several people can add theirs at once, no one can replace one, and a text of which a part is missing is ignored.
 """
 
 from collections import defaultdict
