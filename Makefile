@@ -65,7 +65,7 @@ $(VENV)/.peers: $(VENV)/.ready
 bench: $(VENV)/.peers
 	python benchmarks/everything.py
 
-# Nodes that vanish, slow links, studies of many trials: a quarter of an hour. Their tables are in docs/scale.md,
+# Nodes that vanish, slow links, studies of many trials: a quarter of an hour. Their tables are in docs/evidence_scale.md,
 # docs/reliability.md and docs/compression.md; full modes take 40 minutes and more (without --quick).
 bench-scale: $(VENV)/.ready
 	bash .ci/postgres
