@@ -5,7 +5,7 @@
 Proposals are made one at a time (under the study's lock), so their duration limits the number of workers of a study:
 with trainings of an hour and proposals of a second, 3,600 workers. Trials are computed, not trained; each has a curve
 of ten losses. A new process has an empty cache: its first read fetches all trials, later reads fetch new trials. The
-rows have no targets (docs/scale.md). Postgres is that of the tests: a separate cluster on loopback.
+rows have no targets (docs/evidence_scale.md). Postgres is that of the tests: a separate cluster on loopback.
 """
 
 import argparse

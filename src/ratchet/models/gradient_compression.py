@@ -6,8 +6,8 @@ first step.
 
 Int8 and PowerSGD use error feedback: the error that compression makes in one step is added to the gradient of the next
 step. These errors (the unsent parts) are the state of a method, with PowerSGD's right-hand matrices. A checkpoint
-stores the state; it can be restored with another number of ranks, and no unsent part is lost. docs/compression.md has
-the measurements.
+stores the state; it can be restored with another number of ranks, and no unsent part is lost. The measurements are
+in docs/evidence_compression.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -108,7 +108,7 @@ def test_a_file_that_is_removed_while_it_is_sent_arrives(replica: Replica) -> No
 
 
 def test_the_rule_against_unfinished_uploads_in_the_documentation_is_one_that_the_service_takes(s3: S3Server) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "replicas.md").read_text(encoding="utf-8")
     command = page[page.index("--lifecycle-configuration '") :]
     rule = json.loads(command.split("'")[1])
     bucket = s3.bucket()
