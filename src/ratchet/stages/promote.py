@@ -16,10 +16,11 @@ from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import ledger, model_store, outbox, promotion, signature
+from ratchet.registry import ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
+from ratchet.runs.directory import RunPaths
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -318,6 +319,9 @@ def _store_model(
     evaluation = report if report.adapter_digest == bundle.adapter_digest else None
     extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
     extra_files |= model_store.forced_marker(forced)
+    if RunPaths(layout.runs / bundle.run_id).journal.is_file():
+        tags = MlflowModelRegistry.open(layout, settings).read_run_tags(bundle.run_id)
+        extra_files |= provenance.build_provenance(layout, bundle, tags)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
     return signer.name, (signer.notice,) if signer.notice else ()
 
