@@ -162,7 +162,8 @@ class _Auditor:
 
     def _compare(self, name: str, text: str, proof: str, values: Mapping[str, object]) -> None:
         """Add a fact that is verified if all values are equal; the keys are the files that have the values."""
-        if len(set(values.values())) == 1:
+        first, *others = values.values()
+        if all(other == first for other in others):
             self._verified(name, text, proof)
         else:
             differing = ", ".join(f"{file} has {_shorten(value)}" for file, value in values.items())
@@ -407,9 +408,12 @@ class _Auditor:
         is_here = self._check_prepared(digest)
         current = provenance.read_data(self.layout, digest) if is_here else None
         if current is not None and self.signed.data is not None:
-            found = {self._show(self.layout.dataset_card): current, provenance.PROVENANCE: self.signed.data}
-            names = " and ".join(found)
-            self._compare("dataset card", "the facts below", names, found)
+            card = self._show(self.layout.dataset_card)
+            if differing := _find_differences(current, self.signed.data):
+                problem = f"{card}: {', '.join(differing)} differ from the signed {provenance.PROVENANCE}"
+                self._contradicted("dataset card", "differs", problem)
+            else:
+                self._verified("dataset card", f"equal to the signed {provenance.PROVENANCE}", card)
         if (facts := self.signed.data or current) is None:
             reason = f"{self._show(self.layout.data)} is not on this machine, and {provenance.PROVENANCE} has no data"
             self._unverified("sources", "unknown", reason)
