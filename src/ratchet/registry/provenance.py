@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ratchet.errors import DamagedFileError, DataError
 from ratchet.redaction import redact
+from ratchet.registry.ledger import ACTOR_TAG
 from ratchet.registry.lineage import mask_secrets
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader
@@ -18,8 +19,8 @@ from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.provenance import DataProvenance, ModelProvenance, TrainingProvenance
 
 PROVENANCE = "provenance.json"
-GIT_TAGS = ("git.revision", "git.branch", "git.dirty", "dvc.lock")
-"""Tags of an MLflow run that describe the project's checkout (`digests.revision_tags`)."""
+TAGS = (ACTOR_TAG, "git.revision", "git.branch", "git.dirty", "dvc.lock")
+"""Tags of an MLflow run with the actor and the project's checkout (`digests.revision_tags`)."""
 
 
 def build_provenance(layout: ProjectLayout, bundle: ModelBundle, tags: Mapping[str, str]) -> dict[str, bytes]:
@@ -89,7 +90,7 @@ def read_training(run: RunPaths, tags: Mapping[str, str]) -> TrainingProvenance 
         hosts=_unique(map(str, hosts)),
         devices=_unique(devices),
         adapter_digest=str(last.data.get("adapter_digest", "")),
-        git={name: tags[name] for name in GIT_TAGS if name in tags},
+        tags={name: tags[name] for name in TAGS if name in tags},
     )
 
 

@@ -7,12 +7,12 @@ fetches the model's folder if this machine lacks it. It does not load torch.
 
 import dataclasses
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from ratchet.config import train as config_train
 from ratchet.config.gate import Gate
 from ratchet.config.train import Train
 from ratchet.data.harness_tasks import fingerprint_tasks
@@ -479,7 +479,7 @@ class _Auditor:
         now = digests.code_version()
         here = "the same code is installed here" if lineage.code == now else f"here: {now}"
         self._state("code", f"Ratchet {lineage.code} (version, digest of its source); {here}", "bundle.json")
-        used = flatten(config_train.train_identity(lineage.settings.get("train", {})))
+        used = flatten(lineage.settings.get("train", {}))
         default = flatten(Train().model_dump(mode="json"))
         changed = [f"{key} {value}" for key, value in sorted(used.items()) if default.get(key) != value]
         text = f"{len(used)} settings of section train; not the default: {', '.join(changed) or 'none'}"
@@ -594,12 +594,17 @@ class _Auditor:
         """State where, when and with which interruptions the run was trained."""
         where = f"on {', '.join(facts.hosts) or 'an unknown machine'} ({'; '.join(facts.devices) or 'unknown device'})"
         state("where, when", f"{where}, from {facts.started} to {facts.finished}", file)
-        git, dirty = facts.git.get("git.revision"), facts.git.get("git.dirty") == "true"
-        if git is None:
-            self._unverified("git commit", "unknown", "no MLflow run of this model has the commit of the project")
-        else:
-            branch = f", branch {facts.git['git.branch']}" if "git.branch" in facts.git else ""
-            state("git commit", f"{git}{branch}, {'with uncommitted changes' if dirty else 'no changes'}", file)
+        tags = facts.tags
+        missing = "no MLflow run of this training has it as a tag"
+        for name, tag in (("who", ledger.ACTOR_TAG), ("git commit", "git.revision")):
+            if tag not in tags:
+                self._unverified(name, "unknown", missing)
+        if ledger.ACTOR_TAG in tags:
+            state("who", tags[ledger.ACTOR_TAG], file)
+        if "git.revision" in tags:
+            branch = f", branch {tags['git.branch']}" if "git.branch" in tags else ""
+            changes = "with uncommitted changes" if tags.get("git.dirty") == "true" else "no uncommitted changes"
+            state("git commit", f"{tags['git.revision']}{branch}, {changes}", file)
         ends = f" ({'; '.join(facts.attempt_ends)})" if facts.attempt_ends else ""
         attempts = f"{html.format_count(facts.attempts, 'attempt')}{ends}"
         state("attempts", f"{attempts}, {html.format_count(facts.repeated_steps, 'repeated step')}", file)
@@ -784,49 +789,67 @@ class _Auditor:
 
     # 6. Deployment.
 
-    def check_deployments(self, directories: Iterable[Path]) -> None:
+    def check_deployments(self, directories: Sequence[Path]) -> None:
         """Check the releases of the version in deployment directories, and state who deployed them."""
         self._section = "deployment"
-        directories = tuple(directories)
-        for directory in directories:
-            self._check_deployment(directory)
-        if not directories:
-            reason = "deployments are recorded in their directories: name each with --release DIR"
-            self._unverified("deployments", "not checked", reason)
+        recorded: list[releases.RecordedDeployment] = []
+        with self._report_damage("list of deployments"):
+            recorded = releases.read_recorded_deployments(self.layout)
+        own = [one for one in recorded if one.deployment.model_digest == self.champion.model_digest]
+        checked = [path.resolve() for path in directories]
+        for one in own:
+            if one.host == socket.gethostname() and (one.directory / releases.OWNER).is_file():
+                checked.append(one.directory)
+            self._describe_deployment(one)
+        for root in dict.fromkeys(checked):
+            self._check_deployment(root)
+        if not own and not checked:
+            reason = f"{self._show(self.layout.deployments)} names none; name a directory with --release DIR"
+            self._unverified("deployments", "none known", reason)
+
+    def _describe_deployment(self, recorded: releases.RecordedDeployment) -> None:
+        """State a line of the project's list, which is in the history of its directory, too, if that is here."""
+        entry, file, root = recorded.deployment, self._show(self.layout.deployments), recorded.directory
+        damage = f"; the release before was damaged: {entry.damage}" if entry.damage else ""
+        text = (
+            f"{entry.artifact_name} to {root} on {recorded.host} by {entry.actor}, {entry.time}; smoke test: "
+            f"{entry.smoke_test or 'not run'}{damage}"
+        )
+        path = releases.DeploymentDirectory(root).history_path
+        with self._report_damage(entry.action, text):
+            history = releases.DeploymentDirectory(root).read_history() if recorded.host == socket.gethostname() else []
+            if not history:
+                self._unverified(entry.action, text, f"{file}: {root} is not on this machine")
+            elif entry in history:
+                self._verified(entry.action, text, f"{file}, {path}")
+            elif history[0].time > entry.time:
+                self._unverified(entry.action, text, f"{path} begins later: the directory was made again")
+            else:
+                self._contradicted(entry.action, text, f"{path}: does not have this line of {file}")
 
     def _check_deployment(self, root: Path) -> None:
-        directory = releases.DeploymentDirectory(root.absolute())
-        history: list[releases.Deployment] = []
-        with self._report_damage(f"{root}", "its history cannot be read"):
-            history = directory.read_history()
+        """Check every byte of the version's releases in a deployment directory, and their signature."""
+        directory, current = releases.DeploymentDirectory(root), None
+        with self._report_damage(f"{root}"):
             owner = releases.DeploymentOwner.load(root / releases.OWNER).model_name
             if owner != self.registry.model_name:
                 self._unverified(f"{root}", "not compared", f"it serves another model, {owner}")
                 return
-        current = None
-        with self._report_damage(f"{root}", "its link cannot be read"):
             current = directory.linked_release(directory.current)
         prefix = f"{self.champion.version}-{self.champion.model_digest[:SHORT]}-"
         folders = sorted(path for path in directory.releases.glob(f"{prefix}*") if path.is_dir())
         for folder in folders:
             state = "current" if folder == current else "not current"
             for finding in verify([folder], project=self.layout.root).findings:
-                is_signature = finding.kind == "signature"
-                text = f"{finding.text}; every file is one of the signed files" if is_signature else "every byte"
-                name = "signature" if is_signature else f"{folder.name}, {state}"
-                self._add_finding(finding, f"{root}, {name}", text)
+                text = f"{finding.text}, each file is a signed one" if finding.kind == "signature" else "every byte"
+                self._add_finding(finding, f"release, {state}", text)
             with suppress_invalid():
                 named = releases.Release.load(folder / releases.RECORD)
-                values = {"the ledger": self.champion.version, f"{folder / releases.RECORD}": named.version}
-                self._compare(f"{root}, version", str(named.version), releases.RECORD, values)
+                path = self._show(folder / releases.RECORD)
+                values = {"the ledger": self.champion.version, path: named.version}
+                self._compare("release, version", str(named.version), path, values)
         if not folders:
-            self._unverified(f"{root}", "no release of this version", "it was never deployed there, or removed since")
-        for entry in history:
-            if entry.model_digest == self.champion.model_digest:
-                text = f"{entry.action} by {entry.actor} on {entry.time}; smoke test: {entry.smoke_test or 'not run'}"
-                damage = f"; the release before was damaged: {entry.damage}" if entry.damage else ""
-                reason = f"{directory.history_path} is neither signed nor chained"
-                self._unverified(f"{root}, {entry.release}", f"{text}{damage}", reason)
+            self._unverified("release", "none of this version", f"{root}: never deployed there, or removed since")
 
 
 @contextmanager

@@ -119,6 +119,8 @@ class ProjectLayout:
         """The promotion ledger: JSON lines, each with the digest of the previous one; committed to git."""
         self.pushes = self.experiments / "pushes.jsonl"
         """Pushes to the Hugging Face hub: one JSON line per commit; committed to git."""
+        self.deployments = self.experiments / "deployments.jsonl"
+        """Deployments from this project: one JSON line per change of a deployment directory; committed to git."""
         self.push = self.experiments / "push"
         """Files of a push that is not finished; outside git and DVC."""
         self.promotion_intent = self.mlruns / "promotion.json"

@@ -53,8 +53,8 @@ class TrainingProvenance(Record):
     devices: tuple[str, ...]
     adapter_digest: str
     """Digest of the adapter, as the worker reported it."""
-    git: dict[str, str]
-    """Commit, branch and changes of the project's checkout, as tags of the MLflow run; empty: not recorded."""
+    tags: dict[str, str]
+    """Tags of the MLflow run: actor, and commit, branch and changes of the project's checkout; empty: not recorded."""
 
 
 class ModelProvenance(Record):
