@@ -26,6 +26,7 @@ from ratchet.storage.records.gate import Verdict
 from ratchet.storage.records.sweep import SweepReport
 
 if TYPE_CHECKING:
+    from ratchet.stages.audit import AuditReport
     from ratchet.stages.chat import Chat
     from ratchet.stages.compare import CompareResult
     from ratchet.stages.generate import GenerateResult
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate", "generate",
+    "Project", "Run", "adopt", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate", "generate",
     "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
 ]  # fmt: skip
 
@@ -262,6 +263,24 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     from ratchet.stages import promote as stage
 
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
+
+
+@explained_imports()
+def audit(project: Project, version: int | None = None, releases: Sequence[str | Path] = ()) -> "AuditReport":
+    """Check every fact about a promoted version: its data, training, judgement, promotion and deployments.
+
+    Args:
+        project: the project, or a clone of it.
+        version: the registered version; None: the champion.
+        releases: deployment directories to check, in addition to those that the project lists.
+
+    Raises:
+        ChampionError: the version was never promoted.
+        SettingsError: a path in `releases` is not a deployment directory.
+    """
+    from ratchet.stages import audit as stage
+
+    return stage.audit(project, version, [Path(path) for path in releases])
 
 
 @explained_imports()
