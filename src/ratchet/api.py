@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate", "generate",
-    "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
+    "Project", "Run", "adopt", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate",
+    "generate", "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]

@@ -156,3 +156,161 @@ def test_a_changed_byte_is_found_and_its_file_is_named(
     summary = text[text.index("do not fit") :]
     assert code == 3
     assert re.search(rf"does not fit: .*{re.escape(path.name)}", summary), summary
+
+
+def test_the_journal_may_grow_after_the_training(audited: Audited) -> None:
+    with audited.run.journal.open("ab") as stream:
+        stream.write(b'{"attempt":2,"event":"notice","t":1.0,"text":"an upload was repeated"}\n')
+    report = audit(Project(audited.layout.root))
+    assert report.is_consistent
+    assert "every byte" in facts(report)["journal"]
+
+
+def test_a_verdict_that_was_replaced_and_sealed_again_is_found(audited: Audited, tmp_path: Path) -> None:
+    shutil.copytree(audited.layout.root, tmp_path / "copy")
+    layout = ProjectLayout(tmp_path / "copy")
+    folder = layout.promoted_model(read_champion(layout.champion).champion_digest or "")
+    better = Verdict.load(folder / "verdict.json").model_copy(update={"test_set_uses": 1, "max_test_set_uses": 500})
+    kept = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with files.sealed_directory(folder, "model") as scratch:
+        for name, content in kept.items():
+            if name != files.MANIFEST:
+                files.write_atomic(scratch / name, content)
+        better.save(scratch / "verdict.json")
+    report = audit(Project(layout.root))
+    [problem] = report.list_facts("contradicted")
+    assert (problem.name, "verdict.json" in problem.proof) == ("files", True)
+    assert {fact.status for fact in report.facts if fact.name == "rule at_least"} == {"unverified"}
+
+
+def test_newer_data_and_evaluations_are_not_contradictions(audited: Audited, tmp_path: Path) -> None:
+    shutil.copytree(audited.layout.root, tmp_path / "copy")
+    layout = ProjectLayout(tmp_path / "copy")
+    with files.sealed_directory(layout.data, "data") as scratch:
+        files.write_atomic(scratch / "card.json", b"{}")
+    flip(layout.raw / "rows.csv")
+    files.remove_sealed(layout.base)
+    promotion_project.write_outputs(layout, "b")
+    report = audit(Project(layout.root), 1)
+    assert report.list_facts("contradicted") == []
+    reasons = {fact.name: fact.proof for fact in report.list_facts("unverified")}
+    assert reasons["prepared rows"] == "experiments/data has other data now"
+    assert "rows.csv has changed" in reasons["source data/raw/rows.csv"]
+    assert reasons["base, files"] == "tiny is not on this machine"
+    assert reasons["judged again"] == "experiments/evaluate has another evaluation now"
+
+
+def test_a_clone_without_files_states_what_it_cannot_verify(audited: Audited, tmp_path: Path) -> None:
+    layout, clone = audited.layout, tmp_path / "clone"
+    names = [layout.params, layout.root / "dvc.yaml", layout.champion, layout.promotions, layout.keyring]
+    for path in names:
+        (clone / path.relative_to(layout.root)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, clone / path.relative_to(layout.root))
+    report = audit(Project(clone))
+    assert report.is_consistent
+    assert {"ledger", "champion file", "champion", "promote"} <= {f.name for f in report.list_facts("verified")}
+    assert all(fact.proof for fact in report.list_facts("unverified"))
+    assert main(["--project", str(clone), "audit"]) == 0
+    shutil.copytree(audited.folder, clone / audited.folder.relative_to(layout.root))  # such as from a backup
+    report = audit(Project(clone))
+    assert report.is_consistent
+    found = {fact.name: (fact.status, fact.text) for fact in report.facts}
+    assert found["who"] == ("verified", "grace@example.org"), "the facts of the journal are signed with the model"
+    assert found["leakage"][0] == found["adapter"][0] == "verified"
+    assert found["run directory"][0] == "unverified"
+
+
+REASON = (
+    "see https://evil.example, <img src=x onerror=alert(1)> | [click](http://evil.example) @all `rm` "
+    "hf_abcdefghijklmnopqrstuvwx"
+)
+
+
+@pytest.fixture
+def forced(tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Create a project whose second version was forced, and rolled back."""
+    monkeypatch.setenv("RATCHET_ACTOR", "eve@example.org")
+    tracked_project.params.write_text(params_file.dump(promotion_project.SETTINGS), encoding="utf-8")
+    project = Project(tracked_project.root)
+    write_outputs(tracked_project, "a")
+    promote(project)
+    write_outputs(tracked_project, "b", "HOLD")
+    promote(project, PromoteOptions(force=True, reason=REASON))
+    rollback(project, options=PromoteOptions(reason="it is rude"), smoke_test=accept_model)
+    return project
+
+
+def test_forced_and_rolled_back_versions_show_who_and_why(forced: Project) -> None:
+    report = audit(forced, 2)
+    assert report.is_consistent
+    found = facts(report)
+    assert found["forced"].startswith("FORCED by eve@example.org despite the gate's decision HOLD: see https")
+    assert "rolled back on" in found["champion"]
+    assert "it is rude" in found["champion"]
+    assert found["compared with"] == "version 1"
+    assert "hf_abcdef" not in format_audit(report) + format_markdown(report)
+    page = format_markdown(report)
+    for line in page.splitlines():
+        outside = re.sub(r"`[^`]*`", "", line.replace(r"\`", ""))
+        assert "<img" not in re.sub(r"\\<", "", outside)
+        assert not re.search(r"(?<!\\)[\[<]|://|www\.|(?<!\\)@", outside), line
+        if line.startswith("| "):
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5), line
+    terms = [fact.text for fact in audit(forced).facts if fact.name == "champion"]
+    assert [text.startswith("is champion") for text in terms] == [False, True]
+
+    (forced.layout.promoted_model(report.model_digest) / "forced.json").unlink()
+    assert not audit(forced, 2).is_consistent
+
+
+def test_a_broken_ledger_or_champion_file_does_not_stop_the_audit(forced: Project) -> None:
+    path = forced.layout.promotions
+    lines = path.read_bytes().splitlines(keepends=True)
+    for content, version in ((lines[:2], 2), (lines[1:], 2), ([], 2), ([lines[0], b"no line\n", lines[2]], 1)):
+        path.write_bytes(b"".join(content))
+        report = audit(forced, version)
+        problems = " ".join(fact.proof for fact in report.list_facts("contradicted"))
+        assert "experiments/promotions.jsonl" in problems
+        assert report.version == version
+    path.write_bytes(b"".join(lines))
+    champion = json.loads(forced.layout.champion.read_bytes())
+    champion["anchor"]["run_id"] = "run-b"
+    forced.layout.champion.write_text(json.dumps(champion), encoding="utf-8")
+    [problem] = audit(forced).list_facts("contradicted")
+    assert problem.proof.startswith("experiments/champion.json: anchor")
+
+
+def test_an_alias_that_was_moved_by_hand_is_found(forced: Project) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{forced.layout.mlflow_database}")
+    client.set_registered_model_alias(promotion_project.NAME, "champion", "2")
+    [problem] = audit(forced).list_facts("contradicted")
+    assert (problem.name, "alias points to version 2" in problem.proof) == ("alias and version", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["7"], r"version 7 of .* was never promoted; known: 1, 2"),
+        (["x"], "expected a whole number"),
+        (["--release", "nowhere"], "--release nowhere: not a deployment directory"),
+        (["--markdown", "--json"], "leave out one of them"),
+    ],
+)
+def test_bad_input_has_one_message(
+    forced: Project, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["--project", str(forced.layout.root), "audit", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_project_without_champion_has_nothing_to_audit(
+    project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--project", str(project.root), "audit"]) == 2
+    assert "there is no champion yet" in capsys.readouterr().err

@@ -42,7 +42,7 @@ from ratchet.storage.digests import SHORT
 from ratchet.storage.records.base import BaseCard, Record, flatten
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle, ModelLineage
-from ratchet.storage.records.gate import Champion, ChampionFile, Promotion, Verdict, read_champion
+from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion, Verdict, read_champion
 from ratchet.storage.records.provenance import ModelProvenance, TrainingProvenance
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
@@ -273,7 +273,8 @@ class _Auditor:
             self._verified("champion file", f"{text}, as the ledger's entries produce it", path)
 
     def _find_champion(self, version: int | None) -> Champion:
-        """Find the version, or the champion, in the ledger; else in the champion file."""
+        """Find the version, or the champion: in the ledger, else in the champion file, and if they are damaged, in the
+        registry."""
         file = self.file or ChampionFile()
         if version is None:
             if self.entries:
@@ -288,6 +289,13 @@ class _Auditor:
             return ledger.champion_of(of_version[-1], self.entries)
         if (found := promotion.find_version(file, version)) is not None:
             return found
+        is_damaged = any(fact.status == "contradicted" for fact in self.facts)
+        if is_damaged and (registered := self.registry.version(version)) is not None:
+            return Champion(
+                version=version, model_digest=registered.model_digest,
+                adapter_digest=registered.tags.get(promotion.ADAPTER, ""),
+                run_id=registered.tags.get(promotion.RUN, ""),
+            )  # fmt: skip
         known = ", ".join(map(str, sorted({entry.version for entry in self.entries}))) or "none"
         raise ChampionError(f"version {version} of {self.registry.model_name} was never promoted; known: {known}")
 
@@ -380,13 +388,12 @@ class _Auditor:
         """Compare the mark of a forced promotion in the ledger with the signed one."""
         forced = ledger.champion_of(self.origin, self.entries).forced if self.origin else self.champion.forced
         text = describe_forced(forced) if forced else "no: the gate decided PROMOTE"
-        if self.manifest is None:
-            self._unverified("forced", text, self._missing_folder)
+        if self.manifest is None or not self._is_intact:
+            reason = self._missing_folder if self.manifest is None else "the model's folder is not as it was signed"
+            self._unverified("forced", text, reason)
             return
-        marked = None
-        if model_store.FORCED in self.manifest.files:
-            with self._report_damage("forced"):
-                marked = releases.ForcedPromotion.load(self._folder / model_store.FORCED)
+        is_marked = model_store.FORCED in self.manifest.files
+        marked = ForcedPromotion.load(self._folder / model_store.FORCED) if is_marked else None
         source = model_store.FORCED if forced else model_store.BUNDLE
         values = {"the ledger": forced, self._show(self._folder / model_store.FORCED): marked}
         self._compare("forced", text, f"the ledger and {source}, signed", values)
@@ -517,8 +524,8 @@ class _Auditor:
         else:
             with self._report_damage("base, files", "differ"):
                 base_model.verify_files(folder, signed.files)
-                text = f"{html.format_count(len(signed.files), 'file')}, each with its signed digest"
-                self._verified("base, files", text, self._show(folder))
+                count = html.format_count(len(signed.files), "file")
+                self._verified("base, files", f"{count}, each with its signed digest", self._show(folder))
 
     def _check_adapter(self, bundle: ModelBundle) -> None:
         """Compute the digest of the adapter's files, and compare it with those in the records."""
@@ -632,8 +639,8 @@ class _Auditor:
         more = f" and {len(metrics) - MAX_METRICS} more" if len(metrics) > MAX_METRICS else ""
         self._state("scores", f"{scores}{more}" or "none", model_store.EVALUATION)
         self._check_verdict(verdict, bundle)
-        for reason in verdict.reasons:
-            self._state(f"rule {reason.rule}", f"{reason.outcome}: {reason.text}", model_store.VERDICT)
+        for result in verdict.reasons:
+            self._state(f"rule {result.rule}", f"{result.outcome}: {result.text}", model_store.VERDICT)
         with self._report_damage("test set"):
             self._check_test_set(verdict)
         self._judge_again(verdict, bundle, report)
