@@ -550,7 +550,6 @@ class _Auditor:
     def _check_run(self, bundle: ModelBundle) -> None:
         """Check journal, spec, checkpoints and result of the run, and state what the journal says."""
         run, signed = RunPaths(self.layout.runs / bundle.run_id), self.signed.training
-        tags = self._read_tags(bundle.run_id)
         if not run.root.is_dir():
             self._unverified("run directory", bundle.run_id, f"{self._show(run.root)} is not on this machine")
             if signed is None:
@@ -562,15 +561,15 @@ class _Auditor:
         findings = verify([run.root], project=self.layout.root).findings
         for finding in findings:
             if finding.status != "ok" or finding.kind in ("spec", "result"):
-                text = {"spec": f"its digest is the run id {bundle.run_id}", "result": "sealed, every byte"}
-                self._add_finding(finding, finding.kind or "run directory", text.get(finding.kind, finding.text))
+                texts = {"spec": f"its digest is the run id {bundle.run_id}", "result": "sealed, every byte"}
+                self._add_finding(finding, finding.kind or "run directory", texts.get(finding.kind, finding.text))
         if checkpoints := [one for one in findings if one.kind == "checkpoint"]:
             text = f"{html.format_count(len(checkpoints), 'checkpoint')}, every byte"
             self._verified("checkpoints", text, self._show(run.checkpoints))
         self._check_result(run, bundle)
-        facts = provenance.read_training(run, tags)
         journal = self._show(run.journal)
         if signed is None:
+            facts = provenance.read_training(run, self._read_tags(bundle.run_id))
             reason = f"{journal}: its digest was not signed, because an earlier version promoted the model"
             if facts is not None:
                 self._describe_training(facts, lambda name, text, _: self._unverified(name, text, reason), journal)
