@@ -26,6 +26,7 @@ from ratchet.storage.records.gate import Verdict
 from ratchet.storage.records.sweep import SweepReport
 
 if TYPE_CHECKING:
+    from ratchet.stages.approve import ApprovalReport
     from ratchet.stages.audit import AuditReport
     from ratchet.stages.chat import Chat
     from ratchet.stages.compare import CompareResult
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate",
-    "generate", "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
+    "Project", "Run", "adopt", "approve", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export",
+    "gate", "generate", "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -245,16 +246,33 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
 
     Args:
         project: a project whose stage gate has run.
-        force: promote against the verdict; the ledger records the user and the reason.
+        force: promote against the verdict or without approvals; the ledger records the user and the reason.
         reason: the reason for a forced promotion.
 
     Raises:
-        GateError: the verdict is not PROMOTE, or is about another model or champion.
+        GateError: the verdict is not PROMOTE, is about another model or champion, or approvals are missing.
         ChampionError: champion file and registry disagree.
     """
     from ratchet.stages import promote as stage
 
     return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
+
+
+@explained_imports()
+def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
+    """Sign an approval of the promotion that a verdict allows. Repeating the call changes nothing.
+
+    Args:
+        project: its setting promote.approvals says how many approvals a promotion needs.
+        verdict: the first digits of the verdict's digest; None: only return the verdict, and sign nothing.
+
+    Raises:
+        GateError: the verdict is not PROMOTE, or was compared with another champion.
+        SettingsError: the project needs no approvals, no verdict has these digits, or there is no trusted key.
+    """
+    from ratchet.stages import approve as stage
+
+    return stage.approve(project, verdict)
 
 
 @explained_imports()

@@ -69,7 +69,7 @@ def test_an_event_contains_all_fields(box: Path) -> None:
         "id": "event-7", "line": 7, "action": "rollback", "time": "2026-01-01T00:00:00+00:00", "project": "project",
         "model_name": "model", "version": 7, "model_digest": "m" * 64, "previous_version": None, "actor": "ada",
         "decision": None,
-        "forced": False, "reason": None, "source": "file:///model",
+        "forced": False, "reason": None, "source": "file:///model", "approvals": None,
     }  # fmt: skip
 
 

@@ -18,11 +18,13 @@ from promotion_project import accept_model, write_outputs
 from ratchet.cli.audit import format_audit, format_markdown
 from ratchet.cli.main import main
 from ratchet.config import params_file
+from ratchet.registry import keys
 from ratchet.runs.directory import RunPaths
-from ratchet.stages.audit import AuditReport, audit
+from ratchet.stages.approve import approve
+from ratchet.stages.audit import SECTIONS, AuditReport, audit
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote, rollback
-from ratchet.storage import files
+from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Verdict, read_champion
 
@@ -80,7 +82,7 @@ def test_the_page_of_a_complete_project_verifies_every_fact(audited: Audited) ->
     assert "by ada@example.org" in found["deploy"]
     assert found["release, current"].startswith("signed by key")
     sections = [fact.section for fact in report.facts]
-    assert list(dict.fromkeys(sections)) == ["model", "data", "training", "judgement", "promotion", "deployment"]
+    assert list(dict.fromkeys(sections)) == list(SECTIONS)
     text = format_audit(report)
     assert f"{len(report.facts)} facts verified, 0 not verifiable here, 0 do not fit" in text
     assert max(map(len, text.splitlines())) <= 120
@@ -261,6 +263,39 @@ def test_forced_and_rolled_back_versions_show_who_and_why(forced: Project) -> No
 
     (forced.layout.promoted_model(report.model_digest) / "forced.json").unlink()
     assert not audit(forced, 2).is_consistent
+
+
+def test_approvals_are_shown_and_verified(
+    tracked_project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, other = tracked_project, ProjectLayout(tmp_path / "bob")
+    own = promotion_project.SETTINGS.promote.model_copy(update={"approvals": 1})
+    settings = promotion_project.SETTINGS.model_copy(update={"promote": own})
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
+    project = Project(layout.root)
+    write_outputs(layout, "a")
+    keys.create_key_pair(layout)
+    (tmp_path / "bob.pem").write_text(keys.create_key_pair(other).public)
+    keys.trust_key(layout, tmp_path / "bob.pem")
+    with monkeypatch.context() as bob:
+        bob.setenv("RATCHET_ACTOR", "bob")
+        bob.setenv(keys.KEY_VARIABLE, str(other.private_key))
+        approve(project, digests.hash_file(layout.verdict))
+    promote(project)
+    report = audit(project)
+    assert report.list_facts("contradicted") == []
+    found = facts(report)
+    assert found["approvals"] == "1 of 1 given"
+    assert found["approval"].startswith("bob (")
+    assert found["approved verdict"] == digests.hash_file(layout.verdict)
+
+    [path] = (layout.promoted_model(report.model_digest) / "approvals").iterdir()
+    flip(path, b'"sig": "M', b'"sig": "N')
+    problems = audit(project).list_facts("contradicted")
+    assert any(path.name in fact.proof for fact in problems)
+    assert {fact.name for fact in problems} >= {"approval", "files"}
+    path.unlink()
+    assert "lacks it" in next(one.proof for one in audit(project).list_facts("contradicted") if one.name == "approval")
 
 
 def test_a_broken_ledger_or_champion_file_does_not_stop_the_audit(forced: Project) -> None:

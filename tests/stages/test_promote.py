@@ -349,7 +349,7 @@ def test_force_overrules_decisions_and_is_recorded_only_if_it_was_needed(
     text = format_promotion(run_promote(tracked_project, FORCE), tracked_project)
     needed = decision != "PROMOTE"
     assert ("FORCED" in text) is needed
-    assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
+    assert (f"FORCED by {ACTOR} despite the gate's decision {decision}" in text) is needed
     noted = ForcedPromotion.model_validate({"actor": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == (noted if needed else None)
     [entry] = read_ledger(tracked_project)
@@ -364,7 +364,7 @@ def test_force_is_recorded_everywhere(tracked_project: ProjectLayout) -> None:
     decision = "REJECT"
     a = write_outputs(tracked_project, "a", decision)
     text = format_promotion(run_promote(tracked_project, FORCE), tracked_project)
-    assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
+    assert f"FORCED by {ACTOR} despite the gate's decision {decision}: {FORCE.reason}" in text
     forced = ForcedPromotion.model_validate({"actor": ACTOR, "reason": FORCE.reason, "decision": decision})
     assert champion(tracked_project).forced == forced
     [entry] = read_ledger(tracked_project)
@@ -421,7 +421,7 @@ def test_a_dry_run_changes_nothing_and_lists_every_step(tracked_project: Project
     text = format_promotion(result, tracked_project)
     for part in (
         "nothing was changed", "models/", "promotion.json", "register model", "from no version to a new version",
-        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED despite REJECT",
+        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED despite the gate's decision REJECT",
         "call command touch",
     ):  # fmt: skip
         assert part in text
@@ -729,7 +729,7 @@ def test_a_model_that_was_rolled_back_needs_force(tracked_project: ProjectLayout
     result = run_promote(tracked_project, PromoteOptions(force=True, reason="it was the load balancer"))
     text = format_promotion(result, tracked_project)
     assert "FORCED by" in text
-    assert "although it was rolled back before: it was the load balancer" in text
+    assert "despite a rollback of this model: it was the load balancer" in text
     assert list_champions(tracked_project) == ["b", "a"]
     assert champion(tracked_project).forced is not None
 

@@ -22,21 +22,24 @@ from ratchet.cli.main import main
 from ratchet.cli.promote import format_promotion
 from ratchet.cli.promotions import format_history
 from ratchet.config import params_file
-from ratchet.errors import ChampionError, DamagedFileError, DataError, RatchetError
+from ratchet.errors import ChampionError, DamagedFileError, DataError, GateError, RatchetError
 from ratchet.registry import keys, ledger, signature
+from ratchet.registry.approvals import verify_approvals
 from ratchet.registry.promotion import PromotionIntent, execute_promotion, new_event_id, utc_now
+from ratchet.stages.approve import approve
 from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, DeployResult, deploy, watch_champion
 from ratchet.stages.generate import generate
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import promotions
-from ratchet.storage import files
+from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Champion, read_champion
 from ratchet.tracking.mlflow import model_files
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
+from ratchet.tracking.mlflow.shared_ledger import SharedLedger
 
 FORCE = PromoteOptions(force=True, reason="the new one answers in French")
 
@@ -321,6 +324,114 @@ def test_a_version_that_is_not_on_the_server_gets_the_remedy_that_helps(
     with pytest.raises(ChampionError, match=re.escape(remedy)):
         deploy(team.project("ada"), tmp_path / "srv", DeployOptions(smoke_test=False))
     assert f"{remedy}. To start without a champion: echo {{}} > " in team.history("ada")
+
+
+# --- approvals --------------------------------------------------------------------------------------------------------
+
+
+def run_approval(layout: ProjectLayout, settings: Any, changes: dict[str, str], verdict: str, is_killed: bool) -> None:
+    os.environ |= changes
+    if is_killed:
+
+        def die(*arguments: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        SharedLedger.add_approval = die  # type: ignore[method-assign]
+    approve(Project.from_parts(layout, settings), verdict)
+
+
+@pytest.fixture
+def approving(team: Team) -> Team:
+    """Return people with a key each, of whom two must approve. Ada has a model."""
+    team.clone("eve")
+    promote_settings = team.settings.promote.model_copy(update={"approvals": 2})
+    team.settings = team.settings.model_copy(update={"promote": promote_settings})
+    trusted = keys.Keyring()
+    for layout in team.layouts.values():
+        layout.private_key.unlink()
+        layout.keyring.unlink()
+        trusted = trusted.with_key(keys.create_key_pair(layout))
+    for layout in team.layouts.values():
+        trusted.save(layout.keyring)
+    write_outputs(team.layouts["ada"], "a")
+    return team
+
+
+def approve_in_process(team: Team, processes: Any, actor: str, verdict: str, is_killed: bool = False) -> Any:
+    process = processes.Process(
+        target=run_approval, args=(team.layouts[actor], team.settings, variables(actor), verdict, is_killed)
+    )
+    process.start()
+    return process
+
+
+def test_people_on_other_machines_approve_at_once(approving: Team, server: str, processes: Any) -> None:
+    team = approving
+    verdict = digests.hash_file(team.layouts["ada"].verdict)
+    with pytest.raises(GateError, match=f"2 of 2 approvals missing .*on a machine that uses {server}, or after"):
+        promote(team.project("ada"))
+    assert team.registry("bob").champion() is None
+    shown = approve(team.project("bob"))
+    assert (shown.verdict_digest, shown.verdict.run_id, shown.own) == (verdict, "run-a", None)
+    assert shown.proposals[0].startswith("ada (key ")
+    killed = approve_in_process(team, processes, "bob", verdict, is_killed=True)
+    killed.join(300)
+    assert killed.exitcode == -signal.SIGKILL
+    [own] = team.layouts["bob"].approvals.rglob("*.json")
+    written = own.read_bytes()
+    assert approve(team.project("eve")).approvers == ()
+    racers = [approve_in_process(team, processes, actor, verdict) for actor in ("bob", "eve")]
+    for racer in racers:
+        racer.join(300)
+        assert racer.exitcode == 0
+    assert own.read_bytes() == written, "the killed approval was completed"
+    report = approve(team.project("ada"))
+    assert (sorted(a.actor for a in report.approvers), report.missing, report.problems) == (["bob", "eve"], 0, ())
+    assert "version 1" in format_promotion(promote(team.project("ada")), team.layouts["ada"])
+    assert "fetched" in team.history("bob")
+    assert team.files("bob") == team.files("ada")
+    [entry] = ledger.read_entries(team.layouts["bob"].promotions)
+    assert entry.approvals is not None
+    assert sorted(approver.actor for approver in entry.approvals.approvers) == ["bob", "eve"]
+    team.registry("eve").fetch_model(entry.model_digest)
+    folder = team.layouts["eve"].promoted_model(entry.model_digest)
+    findings = verify_approvals(folder, keys.read_keyring(team.layouts["eve"].keyring), entry.time)
+    assert sorted((finding.actor, finding.problem) for finding in findings) == [("bob", None), ("eve", None)]
+
+
+def test_what_others_write_on_the_server_is_no_approval(approving: Team, server: str, tmp_path: Path) -> None:
+    """Everybody may write parameters on the server, but only trusted keys approve, and nobody removes an approval."""
+    from mlflow import MlflowClient
+
+    team = approving
+    verdict = digests.hash_file(team.layouts["ada"].verdict)
+    with pytest.raises(GateError):
+        promote(team.project("ada"))
+    report = approve(team.project("bob"), verdict)
+    assert report.own is not None
+    assert report.file is not None
+    shared = team.registry("eve").shared
+    assert shared is not None
+    text = report.file.read_text()
+    shared.add_approval(verdict, text.replace(report.own.signer, str(keys.own_fingerprint(team.layouts["eve"]))))
+    shared.add_approval(verdict, "x" * 7000)
+    [place] = [where for where, stored in shared.read_approvals().items() if stored == text]
+    _, run, name = place.rsplit(", ", 2)
+    client = MlflowClient(server, server)
+    run_id = run.removeprefix("run ")
+    with pytest.raises(Exception, match="Changing param values is not allowed"):
+        client.log_param(run_id, f"{name}.000", "nothing")
+    client.log_param(run_id, f"approval.{verdict}.{'0' * 64}.000", text)  # a name of another text
+    with pytest.raises(GateError, match="1 of 2 approvals missing") as refused:
+        promote(team.project("ada"))
+    said = str(refused.value)
+    assert said.count("approved by bob") == 1
+    assert "the file was changed or forged" in said
+    assert "not an approval" in said
+    assert approve(team.project("eve"), verdict).missing == 0
+    promote(team.project("ada"))
+    with pytest.raises(GateError, match="but that is now this model"):
+        approve(team.project("eve"), verdict)
 
 
 # --- deployment -------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from ratchet.stages.project import Project
 if TYPE_CHECKING:
     from ratchet.stages.audit import AuditFact, AuditReport
 
-HELP = "who trained, judged, promoted and deployed a model, on which data; exit 3 if a proof does not fit"
+HELP = "who trained, judged, approved, promoted and deployed a model, on which data; exit 3 if a proof does not fit"
 
 TITLES = {
-    "model": "Model", "data": "Data", "training": "Training", "judgement": "Judgement", "promotion": "Promotion",
-    "deployment": "Deployment",
+    "model": "Model", "data": "Data", "training": "Training", "judgement": "Judgement", "approvals": "Approvals",
+    "promotion": "Promotion", "deployment": "Deployment",
 }  # fmt: skip
 MARKS = {"verified": "ok", "unverified": "?", "contradicted": "!!"}
 """Marks of the facts in the terminal."""

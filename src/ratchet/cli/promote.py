@@ -18,8 +18,9 @@ HELP = "register the exported model and make it champion"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--force", action="store_true", help="promote against the verdict; your name and the reason are recorded"
-    )
+        "--force", action="store_true",
+        help="promote against the verdict, or without approvals; your name and the reason are recorded",
+    )  # fmt: skip
     parser.add_argument("--reason", metavar="TEXT", help="with --force: the reason (required)")
     parser.add_argument(
         "--anchor", action="store_true", help="also make it the anchor, which no later model may fall behind"
@@ -58,8 +59,9 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
     files = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
     lines = [f"{version_label(champion)} is champion {when}{before}; commit {files}"]
     if (forced := champion.forced) and entry.action == "promote":
-        against = "it was rolled back before" if forced.decision == "PROMOTE" else f"the verdict is {forced.decision}"
-        lines.append(f"FORCED by {forced.actor}, although {against}: {forced.reason}")
+        lines.append(f"FORCED by {forced.actor} despite {forced.obstacle}: {forced.reason}")
+    elif entry.approvals is not None:
+        lines.append(f"approved by {', '.join(approver.actor for approver in entry.approvals.approvers)}")
     return lines
 
 

@@ -55,9 +55,18 @@ def _format_rows(history: "PromotionHistory") -> list[str]:
 
 
 def _format_details(entry: "PromotionHistoryEntry") -> list[str]:
+    from ratchet.registry.keys import SHOWN_DIGITS
+
     lines = []
     if entry.promotion.reason:
         lines.append(f"reason: {entry.promotion.reason}")
+    if (approvals := entry.promotion.approvals) is not None:
+        lines += [
+            f"approved by {approver.actor} ({approver.signer[:SHOWN_DIGITS]}, {approver.time})"
+            for approver in approvals.approvers
+        ]
+        if approvals.missing:
+            lines.append(f"{approvals.missing} of {approvals.required} approvals were MISSING")
     if entry.promotion.is_anchor:
         lines.append("became the anchor")
     for delivery in entry.deliveries:

@@ -41,7 +41,7 @@ def format_status(report: "StatusReport") -> str:
     lines = [run.description for run in report.runs] or ["no run yet; `dvc repro` starts one"]
     if (champion := report.champion) is not None:
         forced = champion.forced
-        note = f"; FORCED by {forced.actor} against {forced.decision}: {forced.reason}" if forced else ""
+        note = f"; FORCED by {forced.actor} despite {forced.obstacle}: {forced.reason}" if forced else ""
         model = f"model {champion.model_digest[:12]}, run {champion.run_id}"
         lines.append(f"champion: version {champion.version}, {model}{note}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Section `promote` of params.yaml: the registered model, its signature, and hooks."""
+"""Section `promote` of params.yaml: the registered model, its approvals and signature, and hooks."""
 
 from typing import Annotated, Literal
 
@@ -40,6 +40,9 @@ class Promote(Section):
 
     model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "ratchet-model"
     """Name of the registered model in MLflow, and of the experiment that its runs are logged to."""
+    approvals: Count = 0
+    """Approvals by people that a promotion needs (`ratchet approve`); one of them must not be the person who promotes.
+    0: none."""
     signing: Literal["key", "sigstore"] = "key"
     """Sign promoted models with this machine's key (`ratchet keys`), or with an identity through sigstore."""
     hooks: Annotated[tuple[HookSettings, ...], BeforeValidator(convert_to_tuple)] = ()

@@ -263,6 +263,11 @@ class KeySigner:
     _private: ec.EllipticCurvePrivateKey = field(repr=False)
 
     @property
+    def signer(self) -> str:
+        """The fingerprint, which verification returns as the signer (`signature.SignatureVerdict`)."""
+        return self.fingerprint
+
+    @property
     def name(self) -> str:
         """Description of the signer."""
         return f"key {self.fingerprint[:SHOWN_DIGITS]}"

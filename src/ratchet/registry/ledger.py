@@ -193,14 +193,14 @@ def champion_of(entry: Promotion, entries: Sequence[Promotion]) -> Champion:
     """
     promoted = [e for e in entries if e.action == "promote" and e.model_digest == entry.model_digest]
     origin = entry if entry.action == "promote" else (promoted[-1] if promoted else entry)
-    forced = (
-        ForcedPromotion(actor=origin.actor, reason=origin.reason or "", decision=origin.decision or "HOLD")
-        if origin.forced and origin.action == "promote"
-        else None
-    )
+    forced = ForcedPromotion(
+        actor=origin.actor, reason=origin.reason or "", decision=origin.decision or "HOLD",
+        missing_approvals=origin.approvals.missing if origin.approvals else 0,
+    )  # fmt: skip
+    is_forced = origin.forced and origin.action == "promote"
     return Champion(
         version=entry.version, model_digest=entry.model_digest, adapter_digest=entry.adapter_digest,
-        run_id=entry.run_id, forced=forced,
+        run_id=entry.run_id, forced=forced if is_forced else None,
     )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def build_event(entry: Promotion, line: int, project: str, model_name: str, sour
         "model_name": model_name, "version": entry.version, "model_digest": entry.model_digest,
         "previous_version": entry.previous_version, "actor": entry.actor, "decision": entry.decision,
         "forced": entry.forced, "reason": entry.reason, "source": source,
+        "approvals": entry.approvals.model_dump(mode="json") if entry.approvals else None,
     }  # fmt: skip
 
 

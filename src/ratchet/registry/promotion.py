@@ -32,6 +32,7 @@ from ratchet.storage.records.gate import (
     Decision,
     ForcedPromotion,
     Promotion,
+    PromotionApprovals,
     Verdict,
     read_champion,
 )
@@ -45,8 +46,9 @@ LOCK_WAIT_S = 60.0
 MAX_TAG_CHARACTERS = 250
 """MLflow's limit of a tag's name."""
 
-FORCED, FORCED_BY, FORCED_REASON, DECISION = (
-    f"ratchet.{name}" for name in ("forced", "forced_by", "forced_reason", "decision")
+FORCED, FORCED_BY, FORCED_REASON, DECISION, APPROVED_BY, MISSING_APPROVALS = (
+    f"ratchet.{name}"
+    for name in ("forced", "forced_by", "forced_reason", "decision", "approved_by", "missing_approvals")
 )
 
 ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
@@ -83,6 +85,7 @@ class PromotionIntent(Record):
     hooks: tuple[HookSettings, ...] = ()
     server: str | None = None
     """Server with the registered model; None: the project's own registry."""
+    approvals: PromotionApprovals | None = None
 
     def entry(self, version: int) -> Promotion:
         """Return the ledger's entry, not yet chained."""
@@ -91,7 +94,7 @@ class PromotionIntent(Record):
             id=self.id, time=self.time, action=self.action, actor=self.actor, version=version,
             model_digest=champion.model_digest, adapter_digest=champion.adapter_digest, run_id=champion.run_id,
             previous_version=self.previous_version, decision=self.decision, reason=self.reason,
-            forced=champion.forced is not None, is_anchor=self.is_anchor, previous=None,
+            forced=champion.forced is not None, is_anchor=self.is_anchor, approvals=self.approvals, previous=None,
         )  # fmt: skip
 
 
@@ -312,7 +315,7 @@ def plan_steps(
     steps.append(f"add a line to {layout.promotions}, by {intent.actor}{reason}")
     steps.append(f"write {target} to {layout.champion}{', also as the anchor' if intent.is_anchor else ''}")
     if forced := intent.champion.forced:
-        steps.append(f"mark folder, version and MLflow run as FORCED despite {forced.decision}")
+        steps.append(f"mark folder, version and MLflow run as FORCED despite {forced.obstacle}")
     steps += [f"call {outbox.hook_label(hook)}" for hook in intent.hooks if intent.action in hook.events]
     return tuple(steps)
 
@@ -399,7 +402,7 @@ def model_tags(bundle: ModelBundle, verdict: Verdict, report: EvaluationReport, 
 
 def promotion_tags(entry: Promotion) -> dict[str, str]:
     """Return the tags that a promotion or rollback sets on the version and on the MLflow run."""
-    tags = {EVENT: entry.id}
+    tags, approvals = {EVENT: entry.id}, entry.approvals
     if entry.action == "rollback":
         return tags | {"ratchet.rolled_back_by": entry.actor, "ratchet.rollback_reason": entry.reason or ""}
     return tags | {
@@ -409,6 +412,8 @@ def promotion_tags(entry: Promotion) -> dict[str, str]:
         FORCED: str(entry.forced).lower(),
         FORCED_BY: entry.actor if entry.forced else "",
         FORCED_REASON: (entry.reason or "") if entry.forced else "",
+        APPROVED_BY: ", ".join(approver.actor for approver in approvals.approvers) if approvals else "",
+        MISSING_APPROVALS: str(approvals.missing) if approvals else "0",
     }
 
 
@@ -416,9 +421,8 @@ def parse_forced(tags: dict[str, str]) -> ForcedPromotion | None:
     """Read a forced promotion from a version's tags (see `promotion_tags`)."""
     if tags.get(FORCED) != "true":
         return None
-    return ForcedPromotion.model_validate(
-        {"actor": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]}
-    )
+    content = {"actor": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]}
+    return ForcedPromotion.model_validate(content | {"missing_approvals": tags.get(MISSING_APPROVALS, "0")})
 
 
 def describe_version(
@@ -428,7 +432,7 @@ def describe_version(
     forced = champion.forced
     first = f"Promoted on {time} by {actor}. Decision of the gate: {verdict.decision}."
     if forced:
-        first = f"**FORCED** on {time} by {forced.actor} despite the gate's decision {forced.decision}: {forced.reason}"
+        first = f"**FORCED** on {time} by {forced.actor} despite {forced.obstacle}: {forced.reason}"
     metrics = ", ".join(f"{name} {metric.value:.4g}" for name, metric in sorted(_metrics(report).items()))
     components = (
         f"Run {bundle.run_id}: adapter {bundle.adapter_digest[:12]} on base {bundle.base_digest[:12]}, "

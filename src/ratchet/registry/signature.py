@@ -177,8 +177,7 @@ def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
         envelope = keys.parse_envelope(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, NotSignedError) as error:
         return SignatureVerdict("damaged", message=f"{path}: {error}; promote the model again")
-    verify = _verify_key if envelope.fingerprint is not None else _verify_identity
-    verdict = verify(path, envelope, keyring)
+    verdict = verify_signer(str(path), envelope, keyring)
     if verdict.state != "trusted":
         return verdict
     try:
@@ -187,36 +186,51 @@ def read_signature(folder: Path, keyring: Keyring) -> SignatureVerdict:
         return SignatureVerdict("damaged", verdict.signer, f"{path}: {error}; promote the model again")
 
 
-def _verify_key(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
+def verify_signer(
+    where: str, envelope: DsseEnvelope, keyring: Keyring, remedy: str = "promote the model again"
+) -> SignatureVerdict:
+    """Verify who signed a statement, and whether the project trusts the signer.
+
+    Args:
+        where: the file, or the server, for messages.
+        envelope: the signature file.
+        keyring: the trusted keys and identities.
+        remedy: what to do if the signature does not count.
+    """
+    verify = _verify_key if envelope.fingerprint is not None else _verify_identity
+    return verify(where, envelope, keyring, remedy)
+
+
+def _verify_key(where: str, envelope: DsseEnvelope, keyring: Keyring, remedy: str) -> SignatureVerdict:
     name = str(envelope.fingerprint)
     shown = name[:SHOWN_DIGITS]
     key = keyring.find_key(name)
     if key is None:
         message = (
-            f"{path}: signed by key {shown}, which this project does not trust; list trusted keys with `ratchet keys`, "
-            "or add the key with `ratchet keys --trust FILE`"
+            f"{where}: signed by key {shown}, which this project does not trust; list trusted keys with `ratchet "
+            "keys`, or add the key with `ratchet keys --trust FILE`"
         )
         return SignatureVerdict("unknown", name, message)
     try:
         keys.verify_envelope(key, envelope)
     except InvalidSignature:
-        message = f"{path}: the signature of key {shown} is invalid: the file was changed or forged; promote again"
+        message = f"{where}: the signature of key {shown} is invalid: the file was changed or forged; {remedy}"
         return SignatureVerdict("damaged", name, message)
     if key.revoked is not None:
-        message = f"{path}: signed by key {shown}, which is revoked ({key.revoked}); promote the model again"
+        message = f"{where}: signed by key {shown}, which is revoked ({key.revoked}); {remedy}"
         return SignatureVerdict("revoked", name, message)
     return SignatureVerdict("trusted", name, f"signed by key {shown} (trusted)")
 
 
-def _verify_identity(path: Path, envelope: DsseEnvelope, keyring: Keyring) -> SignatureVerdict:
+def _verify_identity(where: str, envelope: DsseEnvelope, keyring: Keyring, remedy: str) -> SignatureVerdict:
     try:
         signer = verify_identity(envelope, keyring.identities)
     except SettingsError as error:
-        return SignatureVerdict("unknown", SIGSTORE, f"{path}: {error}")
+        return SignatureVerdict("unknown", SIGSTORE, f"{where}: {error}")
     except DamagedFileError as error:
-        return SignatureVerdict("damaged", SIGSTORE, f"{path}: {error}")
+        return SignatureVerdict("damaged", SIGSTORE, f"{where}: {error}; {remedy}")
     if signer.revoked is not None:
-        message = f"{path}: signed by {signer.identity}, which is revoked ({signer.revoked}); promote the model again"
+        message = f"{where}: signed by {signer.identity}, which is revoked ({signer.revoked}); {remedy}"
         return SignatureVerdict("revoked", signer.identity, message)
     return SignatureVerdict("trusted", signer.identity, f"signed by {signer.identity} of {signer.issuer} (trusted)")
 
@@ -246,6 +260,8 @@ class IdentitySigner:
 
     name: str
     notice: str | None
+    signer: str
+    """Identity in the token. In some CI services the certified identity differs, as in a workflow of GitHub."""
     _token: Any
     _trusted: tuple[SigningIdentity, ...]
 
@@ -300,7 +316,8 @@ def load_identity_signer(layout: ProjectLayout) -> IdentitySigner:
         raise SettingsError(
             f"promote.signing: sigstore: the identity token is invalid ({first_line(error)}); request a new one"
         ) from None
-    return IdentitySigner(f"{parsed.identity} of {parsed.federated_issuer}", None, parsed, trusted)
+    name = f"{parsed.identity} of {parsed.federated_issuer}"
+    return IdentitySigner(name, None, str(parsed.identity), parsed, trusted)
 
 
 def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) -> SigningIdentity:
@@ -327,9 +344,7 @@ def verify_identity(signed: DsseEnvelope, trusted: Sequence[SigningIdentity]) ->
         if (kind, payload) != (keys.PAYLOAD_TYPE, signed.payload):
             raise NotSignedError("the signature belongs to another statement")
     except (errors.Error, models.InvalidBundle, ValueError) as error:
-        raise DamagedFileError(
-            f"sigstore does not confirm the signature ({first_line(error)}); promote the model again"
-        ) from None
+        raise DamagedFileError(f"sigstore does not confirm the signature ({first_line(error)})") from None
     for identity in trusted:
         try:
             policy.Identity(identity=identity.identity, issuer=identity.issuer).verify(recorder.certificate)

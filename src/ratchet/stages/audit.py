@@ -1,4 +1,4 @@
-"""`ratchet audit`: who trained, judged, promoted and deployed a model, on which data, and whether every proof fits.
+"""`ratchet audit`: who trained, judged, approved, promoted and deployed a model, and whether every proof fits.
 
 Each fact has the file or digest that proves it. A fact is verified, not verifiable on this machine, or does not fit.
 The checks are those of `ratchet verify`, of the ledger and of the gate. The command changes nothing; with a server, it
@@ -30,7 +30,7 @@ from ratchet.quality_gate import test_sets
 from ratchet.quality_gate.decision import decide_verdict
 from ratchet.quality_gate.evidence import read_evidence, rules_digest
 from ratchet.redaction import redact
-from ratchet.registry import ledger, model_store, promotion, provenance
+from ratchet.registry import approvals, keys, ledger, model_store, promotion, provenance, signature
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment.model_card import describe_forced
 from ratchet.runs.directory import RunPaths
@@ -46,7 +46,7 @@ from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion
 from ratchet.storage.records.provenance import ModelProvenance, TrainingProvenance
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
-AuditSection = Literal["model", "data", "training", "judgement", "promotion", "deployment"]
+AuditSection = Literal["model", "data", "training", "judgement", "approvals", "promotion", "deployment"]
 SECTIONS: tuple[AuditSection, ...] = get_args(AuditSection)
 FactStatus = Literal["verified", "unverified", "contradicted"]
 
@@ -111,6 +111,7 @@ def audit(project: Project, version: int | None = None, deployments: Sequence[Pa
     auditor.check_data()
     auditor.check_training()
     auditor.check_judgement()
+    auditor.check_approvals()
     auditor.check_promotion()
     auditor.check_deployments(deployments)
     return AuditReport(
@@ -350,10 +351,10 @@ class _Auditor:
         for finding in findings:
             if finding.kind == "signature":
                 self._add_finding(finding, "signature", finding.text)
-            else:
+            elif not _is_approval(finding):
                 text = f"{html.format_count(count, 'file')}, {finding.size_bytes or 0:,} bytes, each as in the manifest"
                 self._add_finding(finding, "files", text)
-        self._is_intact = all(finding.status == "ok" for finding in findings) and len(findings) > 1
+        self._is_intact = {"model", "signature"} <= {one.kind for one in findings if one.status == "ok"}
         self.bundle = self._load(ModelBundle, model_store.BUNDLE)
         self.verdict = self._load(Verdict, model_store.VERDICT)
         self.report = self._load(EvaluationReport, model_store.EVALUATION)
@@ -373,7 +374,7 @@ class _Auditor:
         """State when the version was champion, and why that ended."""
         terms = list(list_terms(self.entries, self.champion.version))
         for begin, end in terms:
-            since = f"champion since {begin.time}, by {begin.action} by {begin.actor}"
+            since = f"champion since {begin.time} ({begin.action} by {begin.actor})"
             if end is None:
                 self._verified("champion", f"is champion; {since}", self._describe_line(begin))
                 continue
@@ -753,7 +754,58 @@ class _Auditor:
             candidates.append(Gate.model_validate(lineage.settings["gate"] if lineage else {}))
         return next((gate for gate in candidates if rules_digest(gate) == verdict.rules), None)
 
-    # 5. Promotion.
+    # 5. Approvals.
+
+    def check_approvals(self) -> None:
+        """Verify the signed approvals in the model's folder, and compare them with those in the ledger."""
+        self._section = "approvals"
+        if self.origin is None:
+            self._unverified("approvals", "unknown", f"{self._show(self.layout.promotions)}: has no line about it")
+            return
+        line, folder, recorded = (
+            self._describe_line(self.origin),
+            self._folder / approvals.FOLDER,
+            self.origin.approvals,
+        )
+        if recorded is None:
+            self._verified("approvals", "none were required (promote.approvals)", line)
+            return
+        given = f"{len(recorded.approvers)} of {recorded.required} given"
+        text = f"{given}, {recorded.missing} missing" if recorded.missing else given
+        if not self._folder.is_dir():
+            self._unverified("approvals", text, self._missing_folder)
+            return
+        values: dict[str, object] = {line: recorded.verdict_digest}
+        if self.bundle is not None:
+            values["bundle.json"] = self.bundle.verdict
+        self._compare("approved verdict", recorded.verdict_digest, line, values)
+        found: set[tuple[str, str, str]] = set()
+        with self._report_damage("approvals"):
+            keyring = keys.read_keyring(self.layout.keyring)
+            for approval in approvals.verify_approvals(self._folder, keyring, self.origin.time):
+                who = f"{approval.actor} ({approval.signer[: keys.SHOWN_DIGITS]}) on {approval.time}"
+                if approval.problem is None and approval.verdict_digest != recorded.verdict_digest:
+                    self._contradicted("approval", who, f"{self._show(folder)}: is of another verdict")
+                elif approval.problem is not None:
+                    self._contradicted("approval", who, self._shorten_paths(approval.problem))
+                else:
+                    found.add((approval.signer, approval.actor, approval.time))
+                    self._verified("approval", f"{who}, signed", self._show(folder))
+        named = {(one.signer, one.actor, one.time) for one in recorded.approvers}
+        for _, actor, time in sorted(named ^ found):
+            where = f"{self._show(folder)} lacks it" if found < named else f"{line} does not have it"
+            self._contradicted("approval", f"{actor} on {time}", where)
+        signers = [one.signer for one in recorded.approvers]
+        signed_by = signature.read_signature(self._folder, keys.read_keyring(self.layout.keyring)).signer
+        if approvals.count_missing(signers, None, recorded.required) > recorded.missing:
+            self._contradicted("approvals", text, f"{line}: more approvals are missing than it says")
+        elif approvals.count_missing(signers, signed_by, recorded.required) > recorded.missing:
+            reason = "the only person who approved has signed the folder since, such as to repair it"
+            self._unverified("approvals", text, reason)
+        else:
+            self._verified("approvals", text, line)
+
+    # 6. Promotion.
 
     def check_promotion(self) -> None:
         """State who promoted the model, and check the alias."""
@@ -793,7 +845,7 @@ class _Auditor:
         values: dict[str, object] = {"the ledger": self.champion.model_digest, self._show(Path(where)): found}
         self._compare(name, text, self._show(Path(where)) if self.registry.server is None else where, values)
 
-    # 6. Deployment.
+    # 7. Deployment.
 
     def check_deployments(self, directories: Sequence[Path]) -> None:
         """Check the releases of the version in deployment directories, and state who deployed them."""
@@ -894,6 +946,11 @@ def replay_champion_file(entries: Sequence[Promotion]) -> ChampionFile:
 def _find_differences(file: Record, other: Record) -> list[str]:
     """Return the names of the fields in which two records of the same class differ."""
     return [name for name in type(file).model_fields if getattr(file, name) != getattr(other, name)]
+
+
+def _is_approval(finding: VerifyFinding) -> bool:
+    """Return whether a finding is about the approvals in a model's folder."""
+    return finding.kind == "approval" or finding.path.name == approvals.FOLDER
 
 
 def _summarize(verdict: Verdict) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.log import print_message
 from ratchet.runs.run import Run
 from ratchet.stages.project import Project
+from ratchet.storage import html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Promotion, Verdict
 from ratchet.tracking import telemetry
@@ -202,7 +203,10 @@ def notify_promotions(project: Project) -> Iterator[None]:
             if webhook is None:
                 continue
             how = "again, by rollback" if entry.action == "rollback" else "now"
-            forced = ", against the verdict" if entry.forced else ""
+            forced = ""
+            if entry.forced:
+                missing = entry.approvals.missing if entry.approvals else 0
+                forced = f", without {html.format_count(missing, 'approval')}" if missing else ", against the verdict"
             name = project.settings.promote.model_name
             text = f"version {entry.version} of {name} is champion {how}{forced} ({entry.actor})"
             webhook.send(

@@ -7,27 +7,36 @@ the next one finishes or drops its promotion.
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import ledger, model_store, outbox, promotion, provenance, signature
+from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
 from ratchet.runs.directory import RunPaths
+from ratchet.stages.approve import collect_statements, publish_statement
 from ratchet.stages.project import Project
-from ratchet.storage import files
+from ratchet.storage import digests, files, html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.evaluation import EvaluationReport
 from ratchet.storage.records.export import ModelBundle
-from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion, Verdict, read_champion
+from ratchet.storage.records.gate import (
+    Champion,
+    ChampionFile,
+    ForcedPromotion,
+    Promotion,
+    PromotionApprovals,
+    Verdict,
+    read_champion,
+)
 from ratchet.tracking.mlflow.model_files import DIGEST_TAG
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry, MlflowModelVersion
 
@@ -39,7 +48,7 @@ class PromoteOptions:
     """Options of a promotion or a rollback."""
 
     force: bool = False
-    """Promote against the verdict; `reason` is required."""
+    """Promote against the verdict, or without the required approvals; `reason` is required."""
     reason: str | None = None
     dry_run: bool = False
     """List the steps, and change nothing."""
@@ -72,7 +81,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         SettingsError: a hook cannot be called, only one of `force` and `reason` is set, or there is no trusted key to
             sign with.
         GateError: the verdict is not PROMOTE, is about another model or another champion, or today's rules give another
-            verdict.
+            verdict; or approvals are missing (then the verdict is now a proposal, which others can approve).
         ChampionError: champion file and registry disagree, or the champion changed meanwhile.
         LockHeldError: another promotion is running.
         DataError, DamagedFileError: a stage's output or the ledger is missing or damaged.
@@ -102,7 +111,10 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
                 repair = (f"copy the model from {layout.export} and sign it again: {problem}",) if problem else ()
                 return PromotionResult(champion=before.champion, replaced=before.champion, plan=repair)
             if problem is not None:  # a byte changed, or the signer is no longer trusted
-                signer, signer_notes = _store_model(layout, settings, bundle, exported, before.champion.forced)
+                signer, signer_notes = _store_model(
+                    layout, settings, bundle, exported, before.champion.forced,
+                    _find_stored_approvals(layout, registry, bundle.model_digest),
+                )  # fmt: skip
                 registry.ensure_version(bundle.model_digest, folder, bundle.run_id, {})  # a server gets the new files
                 notes += [*signer_notes, f"{problem}: copied again from {layout.export}, signed by {signer}"]
             return _build_result(layout, champion=before.champion, replaced=before.champion, notes=tuple(notes))
@@ -120,25 +132,28 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         alias = check_alias(layout, registry, before, target=registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         actor, time = ledger.current_actor(layout.root), promotion.utc_now()
-        is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn)
+        approved = _check_approvals(project, registry, options, bundle)
+        is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn or approved.missing > 0)
+        forced = ForcedPromotion(
+            actor=actor, reason=reason or "", decision=verdict.decision, missing_approvals=approved.missing
+        )
         champion = Champion(
             version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
-            run_id=bundle.run_id,
-            forced=ForcedPromotion(actor=actor, reason=reason or "", decision=verdict.decision) if is_forced else None,
+            run_id=bundle.run_id, forced=forced if is_forced else None,
         )  # fmt: skip
         intent = PromotionIntent(
             id=promotion.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             previous_version=before.champion.version if before.champion else None, decision=verdict.decision,
             reason=reason, is_anchor=options.anchor or (before.anchor is None and not is_forced),
-            hooks=settings.promote.hooks, server=registry.server,
+            hooks=settings.promote.hooks, server=registry.server, approvals=approved.record,
             description=promotion.describe_version(champion, actor, time, bundle, verdict, report),
         )  # fmt: skip
         if options.dry_run:
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
             plan = promotion.plan_steps(layout, intent, registered, *first_steps)
             return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
-        _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced)
+        _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced, approved)
         page = None if registry.server else model_store.gate_page_path(layout, bundle.model_digest).as_uri()
         tags = promotion.model_tags(bundle, verdict, report, page)
         entry, event = promotion.execute_promotion(
@@ -312,17 +327,29 @@ def _store_model(
     bundle: ModelBundle,
     exported: files.Manifest,
     forced: ForcedPromotion | None,
+    approved: "_CheckedApprovals",
 ) -> tuple[str, tuple[str, ...]]:
-    """Write, sign and seal the model's folder. Returns the signer, and notes about its key."""
+    """Write, sign and seal the model's folder. Returns the signer, and notes about its key.
+
+    Raises GateError if the only approval is by the signer, whose certified identity (sigstore) is known only now.
+    """
     signer = signature.load_signer(layout, settings)
     report = EvaluationReport.load(layout.eval_report)
     evaluation = report if report.adapter_digest == bundle.adapter_digest else None
     extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
-    extra_files |= model_store.forced_marker(forced)
+    extra_files |= {**model_store.forced_marker(forced), **approved.files}
     if RunPaths(layout.runs / bundle.run_id).journal.is_file():
         tags = MlflowModelRegistry.open(layout, settings).read_run_tags(bundle.run_id)
         extra_files |= provenance.build_provenance(layout, bundle, tags)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
+    if (record := approved.record) is not None:
+        folder = layout.promoted_model(bundle.model_digest)
+        signed_by = signature.read_signature(folder, keys.read_keyring(layout.keyring)).signer
+        approvers = [approver.signer for approver in record.approvers]
+        if record.missing < approvals.count_missing(approvers, signed_by, record.required):
+            raise GateError(
+                f"{folder}: {signed_by} signed the model, and is the only one who approved; another person must approve"
+            )
     return signer.name, (signer.notice,) if signer.notice else ()
 
 
@@ -380,6 +407,90 @@ def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) 
         f"model {bundle.model_digest[:12]} was champion and was rolled back on {withdrawal.time} by {withdrawal.actor}"
         f"{why}; to promote it again: `ratchet promote --force --reason TEXT`"
     )
+
+
+@dataclass(frozen=True)
+class _CheckedApprovals:
+    """Approvals of a promotion."""
+
+    record: PromotionApprovals | None = None
+    """None: the project requires none."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Their signature files, by name in the folder of the model."""
+
+    @property
+    def missing(self) -> int:
+        """Number of approvals that are missing."""
+        return self.record.missing if self.record is not None else 0
+
+
+def _check_approvals(
+    project: Project, registry: MlflowModelRegistry, options: PromoteOptions, bundle: ModelBundle
+) -> _CheckedApprovals:
+    """Collect the approvals of the verdict.
+
+    Raises GateError if some are missing and the promotion is not forced. Then the verdict is a proposal, which others
+    can approve; not after a dry run.
+    """
+    layout, required = project.layout, project.settings.promote.approvals
+    if not required:
+        return _CheckedApprovals()
+    keyring = keys.read_keyring(layout.keyring)
+    collected = collect_statements(layout, registry, keyring)
+    verdict_text = layout.verdict.read_text(encoding="utf-8")
+    verdict_digest = digests.hash_bytes(verdict_text.encode())
+    counted, problems = collected.select(verdict_digest, registry.model_name)
+    # Without trusted keys, no approval counts; a dry run creates none, and a forced promotion creates one later.
+    is_keyless = keyring.is_empty and (options.dry_run or options.force)
+    signer = None if is_keyless else signature.load_signer(layout, project.settings)
+    proposer = signer.signer if signer is not None else None
+    missing = approvals.count_missing([approval.signer for approval in counted], proposer, required)
+    if missing and not options.force:
+        where = ""
+        if signer is not None and not options.dry_run:
+            _, path, _ = publish_statement(layout, registry, signer, collected, verdict_text, is_proposal=True)
+            where = f"on a machine that uses {registry.server}, or " if registry.server else ""
+            where = f" ({where}after you commit and push {path.relative_to(layout.root)})"
+        lines = [f"approved by {approval.label}" for approval in counted]
+        lines += [f"does not count: {problem}" for problem in problems]
+        if signer is not None and signer.notice:
+            lines.append(signer.notice)
+        if required == 1 and counted:
+            lines.append("the person who promotes cannot be the only one who approves")
+        listed = "".join(f"\n  {line}" for line in lines)
+        raise GateError(
+            f"model {bundle.model_digest[:12]} is not promoted: {missing} of {html.format_count(required, 'approval')} "
+            f"missing (promote.approvals). Ask others to run `ratchet approve {verdict_digest[:12]}`{where}, then "
+            f"repeat `ratchet promote`{listed}"
+        )
+    record = PromotionApprovals(
+        required=required, missing=missing, verdict_digest=verdict_digest,
+        approvers=tuple(approval.approver for approval in counted),
+    )  # fmt: skip
+    return _CheckedApprovals(record, _name_files(counted))
+
+
+def _name_files(statements: Sequence[approvals.SignedStatement]) -> dict[str, bytes]:
+    """Return the signature files of approvals, by their name in the folder of the model."""
+    return {f"{approvals.FOLDER}/{statement.file_name}": statement.text.encode() for statement in statements}
+
+
+def _find_stored_approvals(
+    layout: ProjectLayout, registry: MlflowModelRegistry, model_digest: str
+) -> _CheckedApprovals:
+    """Return the signature files of the approvals with which a model was promoted last, as far as they exist."""
+    entries = ledger.read_entries(layout.promotions)
+    own = [entry for entry in entries if entry.action == "promote" and entry.model_digest == model_digest]
+    if not own or (record := own[-1].approvals) is None:
+        return _CheckedApprovals()
+    named = {(record.verdict_digest, approver) for approver in record.approvers}
+    collected = collect_statements(layout, registry, keys.read_keyring(layout.keyring))
+    kept = [
+        statement
+        for statement in collected.statements
+        if not statement.is_proposal and (statement.verdict_digest, statement.approver) in named
+    ]
+    return _CheckedApprovals(files=_name_files(kept))
 
 
 def check_alias(

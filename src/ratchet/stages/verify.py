@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ratchet.errors import DamagedFileError, DataError, ProjectError, SettingsError
-from ratchet.registry import keys, model_store, signature
+from ratchet.registry import approvals, keys, model_store, signature
 from ratchet.registry.deployment import release
 from ratchet.registry.keys import SHOWN_DIGITS, Keyring
 from ratchet.registry.signature import SIGNATURE
@@ -39,7 +40,8 @@ class VerifyFinding(Record):
     status: FindingStatus
     path: Path
     kind: str = ""
-    """Kind of a sealed directory, or `spec`, `journal`, `signature`, `project`, `deployment`; empty for a problem."""
+    """Kind of a sealed directory, or `spec`, `journal`, `signature`, `approval`, `project`, `deployment`; empty for a
+    problem."""
     digest: str | None = None
     size_bytes: int | None = None
     text: str = ""
@@ -165,6 +167,8 @@ def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]
             return
     if manifest.kind in SIGNED_KINDS:
         yield _verify_signature(path, manifest.kind, known_digests, trust)
+    if manifest.kind == model_store.KIND and trust.key is None and (keyring := trust.keyring(path)) is not None:
+        yield from map(partial(_describe_approval, path), approvals.verify_approvals(path, keyring))
 
 
 def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], trust: SignatureTrust) -> VerifyFinding:
@@ -190,6 +194,14 @@ def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], t
             "or the key with --public-key FILE"
         )
     return VerifyFinding(status=SIGNATURE_STATUS[verdict.state], path=path, text=text)
+
+
+def _describe_approval(path: Path, approval: approvals.ApprovalFinding) -> VerifyFinding:
+    folder = path / approvals.FOLDER
+    if approval.problem is not None:
+        return VerifyFinding(status="untrusted", path=folder, text=_strip_path(folder, approval.problem))
+    text = f"by {approval.actor} ({approval.signer[:SHOWN_DIGITS]}, {approval.time})"
+    return VerifyFinding(status="ok", path=folder, kind="approval", text=text)
 
 
 def _verify_sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> VerifyFinding:

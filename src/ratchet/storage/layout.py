@@ -117,6 +117,8 @@ class ProjectLayout:
         """Version of the champion; committed to git, so git log is the promotion history."""
         self.promotions = self.experiments / "promotions.jsonl"
         """The promotion ledger: JSON lines, each with the digest of the previous one; committed to git."""
+        self.approvals = self.experiments / "approvals"
+        """Signed proposals and approvals of promotions: a folder per verdict, a file per signer; committed to git."""
         self.pushes = self.experiments / "pushes.jsonl"
         """Pushes to the Hugging Face hub: one JSON line per commit; committed to git."""
         self.deployments = self.experiments / "deployments.jsonl"

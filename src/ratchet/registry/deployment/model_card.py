@@ -56,10 +56,7 @@ def render_card(
 
 def describe_forced(forced: ForcedPromotion | ForcedPush) -> str:
     """Describe a forced promotion or push: the actor, the overridden decision, and the reason."""
-    obstacle = "a rollback of this model" if forced.decision == "PROMOTE" else f"the gate's decision {forced.decision}"
-    if forced.decision is None:
-        obstacle = "the lack of a verdict about this adapter"
-    return f"FORCED by {forced.actor} despite {obstacle}: {forced.reason}"
+    return f"FORCED by {forced.actor} despite {forced.obstacle}: {forced.reason}"
 
 
 def escape_markdown(text: str) -> str:

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
+from ratchet.storage import html
 from ratchet.storage.records.base import Record
 
 Outcome = Literal["pass", "fail", "undecided", "invalid"]
@@ -88,14 +91,54 @@ class Verdict(Record):
     these samples; None for fixed tests."""
 
 
+class Approver(Record):
+    """A person whose approval counted for a promotion."""
+
+    signer: str
+    """Fingerprint of the key, or the identity, that signed the approval."""
+    actor: str
+    """Name that the signer gave."""
+    time: str
+    """Time of the approval in UTC, ISO 8601."""
+
+
+class PromotionApprovals(Record):
+    """The approvals of a promotion."""
+
+    required: int
+    """Setting promote.approvals."""
+    missing: int
+    """Number of approvals that a forced promotion lacked."""
+    verdict_digest: str
+    """SHA-256 of the approved verdict.json."""
+    approvers: tuple[Approver, ...]
+
+
+def describe_overridden(decision: Decision | None) -> str:
+    """Describe what a forced promotion or push overrides. If the decision is PROMOTE, the model was rolled back."""
+    if decision is None:
+        return "the lack of a verdict about this adapter"
+    return "a rollback of this model" if decision == "PROMOTE" else f"the gate's decision {decision}"
+
+
 class ForcedPromotion(Record):
-    """A promotion that overrides the verdict."""
+    """A promotion that overrides the verdict, an earlier rollback, or missing approvals."""
 
     actor: str
     """Name of the person: RATCHET_ACTOR, git's user, or the login name."""
     reason: str
     decision: Decision
     """Decision of the overridden verdict."""
+    missing_approvals: int = Field(default=0, exclude_if=lambda number: number == 0)
+    """Number of approvals that were missing."""
+
+    @property
+    def obstacle(self) -> str:
+        """Description of what was overridden."""
+        missing = html.format_count(self.missing_approvals, "missing approval")
+        if not self.missing_approvals:
+            return describe_overridden(self.decision)
+        return missing if self.decision == "PROMOTE" else f"{describe_overridden(self.decision)} and {missing}"
 
 
 class Champion(Record):
@@ -153,6 +196,8 @@ class Promotion(Record):
     forced: bool = False
     is_anchor: bool = False
     """Whether the model also became the anchor."""
+    approvals: PromotionApprovals | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Approvals of a promotion; None if the project required none, and then not part of the line and its digest."""
     previous: str | None
     """Digest of the previous entry; None for the first entry."""
     digest: str = ""

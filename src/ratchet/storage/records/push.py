@@ -3,7 +3,7 @@
 from typing import Literal
 
 from ratchet.storage.records.base import Record
-from ratchet.storage.records.gate import Decision
+from ratchet.storage.records.gate import Decision, describe_overridden
 
 PushKind = Literal["adapter", "merged", "gguf"]
 
@@ -16,6 +16,11 @@ class ForcedPush(Record):
     reason: str
     decision: Decision | None
     """Decision of the overridden verdict; None: the gate has not judged this adapter."""
+
+    @property
+    def obstacle(self) -> str:
+        """Description of what was overridden."""
+        return describe_overridden(self.decision)
 
 
 class Push(Record):

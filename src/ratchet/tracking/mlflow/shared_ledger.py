@@ -1,4 +1,5 @@
-"""The promotion ledger on an MLflow server: the order in which a team's promotions took place, without a lock.
+"""The promotion ledger on an MLflow server: the order in which a team's promotions took place, without a lock; and the
+team's proposals and approvals.
 
 MLflow's aliases can be overwritten, but a parameter of a run cannot: its database accepts one value for each name, and
 refuses another. So line N of the ledger is the parameter `promotion.N` of one run, and of several people who write
@@ -8,18 +9,26 @@ alias (`MlflowModelRegistry`).
 
 The run is named by a tag that the registered model gets when it is created. Its name is unique in MLflow, so people who
 create it at once agree on one run.
+
+A proposal or an approval (`registry.approvals`) is stored in parameters whose names have the SHA-256 of the text, so
+that several people can add theirs at once, no one can replace one, and a text of which a part is missing is ignored.
 """
 
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from ratchet.errors import ChampionError, SettingsError, TrackingError
 from ratchet.registry import ledger
+from ratchet.storage import digests
 from ratchet.storage.records.gate import Promotion
-from ratchet.tracking.mlflow.experiments import MlflowStore
+from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
 
 LEDGER_TAG = "ratchet.ledger"
 """Tag of the registered model with the id of the run that has the ledger."""
 LINE = "promotion."
+APPROVAL = "approval."
+"""Parameter `approval.VERDICT.SHA256.N`: part N of a text about the verdict with this digest."""
 MAX_LINE_CHARACTERS = 6000
 """MLflow's limit of a parameter's value (3.17); it truncates longer values without an error."""
 
@@ -79,6 +88,35 @@ class SharedLedger:
                 self._require_newest([*known, *written], entry)
                 raise
 
+    def add_approval(self, verdict_digest: str, text: str) -> None:
+        """Store a signed proposal or approval. A second call changes nothing. Raises ChampionError as `read`."""
+        from mlflow.entities import Param
+
+        name = f"{APPROVAL}{verdict_digest}.{digests.hash_bytes(text.encode())}"
+        parts = [text[start : start + MAX_LINE_CHARACTERS] for start in range(0, len(text), MAX_LINE_CHARACTERS)]
+        with self._store.connected() as client:
+            run_id = self.open_run(client)
+            self._load_params(client, run_id)  # raises if the run was deleted
+            params = [Param(f"{name}.{n:03d}", part) for n, part in enumerate(parts)]
+            repeat_on_collision(partial(client.log_batch, run_id, params=params))
+
+    def read_approvals(self) -> dict[str, str]:
+        """Return all signed proposals and approvals, by a description of their place. Raises ChampionError as `read`.
+
+        They are not verified.
+        """
+        with self._store.connected() as client:
+            run_id = self._find_run(client)
+            params = {} if run_id is None else self._load_params(client, run_id)
+        texts: dict[str, str] = defaultdict(str)
+        for name in sorted(name for name in params if name.startswith(APPROVAL)):
+            texts[name.rpartition(".")[0]] += params[name]
+        return {
+            f"{self._store.where}, run {run_id}, {name}": text
+            for name, text in texts.items()
+            if name.endswith(digests.hash_bytes(text.encode()))
+        }
+
     def _require_newest(self, entries: list[Promotion], entry: Promotion) -> None:
         """Raise ChampionError unless `entry` follows the newest of these entries."""
         if entries and entries[-1].digest != entry.previous:
@@ -132,7 +170,8 @@ class SharedLedger:
             )
         return str(run_id)
 
-    def _read(self, client: Any, run_id: str) -> list[Promotion]:
+    def _load_params(self, client: Any, run_id: str) -> dict[str, str]:
+        """Load the parameters of the ledger's run. Raises ChampionError if the run was deleted."""
         run = client.get_run(run_id)
         if run.info.lifecycle_stage != "active":  # MLflow still returns it, but no line can be added
             raise ChampionError(
@@ -140,7 +179,10 @@ class SharedLedger:
                 f"MLflow's page of experiment {self.experiment_name}, or with `mlflow runs restore --run-id {run_id}` "
                 "on the server"
             )
-        params = run.data.params
+        return dict(run.data.params)
+
+    def _read(self, client: Any, run_id: str) -> list[Promotion]:
+        params = self._load_params(client, run_id)
         lines = [f"{params[name]}\n".encode() for name in sorted(params) if name.startswith(LINE)]
         where = f"{self._store.where}, run {run_id}, {LINE}"
         return ledger.parse_lines(
