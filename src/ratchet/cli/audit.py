@@ -25,7 +25,7 @@ MARKS = {"verified": "ok", "unverified": "?", "contradicted": "!!"}
 CELLS = {"verified": "ok", "unverified": "not verifiable here", "contradicted": "**does not fit**"}
 WIDTH = 120
 """Columns of the page in the terminal."""
-_LINK = re.compile(r"([^\s`|]*(?:@|://|www\.)[^\s`|]*)")
+_LINK = re.compile(r"([^\s`|(]*(?:@|://|www\.)[^\s`|]*[^\s`|).,;:])")
 """A word that a page could show as a link, such as an address or an e-mail address."""
 
 
@@ -86,7 +86,8 @@ def summarize(report: "AuditReport") -> str:
         len(report.list_facts(status)) for status in ("verified", "unverified", "contradicted")
     )
     facts = "1 fact" if verified == 1 else f"{verified:,} facts"
-    return f"{facts} verified, {unverified:,} not verifiable here, {contradicted:,} do not fit"
+    do_not = "does not" if contradicted == 1 else "do not"
+    return f"{facts} verified, {unverified:,} not verifiable here, {contradicted:,} {do_not} fit"
 
 
 def format_markdown(report: "AuditReport") -> str:

@@ -168,7 +168,7 @@ class _Auditor:
             self._verified(name, text, proof)
         else:
             differing = ", ".join(f"{file} has {_shorten(value)}" for file, value in values.items())
-            self._contradicted(name, text, differing)
+            self._contradicted(name, "differs", differing)
 
     def _state(self, name: str, text: str, file: str) -> None:
         """Add a fact that a file of the promoted model states."""
