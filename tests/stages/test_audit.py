@@ -185,6 +185,19 @@ def test_a_verdict_that_was_replaced_and_sealed_again_is_found(audited: Audited,
     assert {fact.status for fact in report.facts if fact.name == "rule at_least"} == {"unverified"}
 
 
+def test_rows_that_were_changed_and_sealed_again_are_found(audited: Audited, tmp_path: Path) -> None:
+    shutil.copytree(audited.layout.root, tmp_path / "copy")
+    layout = ProjectLayout(tmp_path / "copy")
+    kept = {path.name: path.read_bytes() for path in layout.data.iterdir() if path.name != files.MANIFEST}
+    with files.sealed_directory(layout.data, "data") as scratch:
+        for name, content in kept.items():
+            files.write_atomic(scratch / name, content)
+        flip(scratch / "train.arrow")
+    report = audit(Project(layout.root))
+    [problem] = report.list_facts("contradicted")
+    assert (problem.name, "experiments/data" in problem.proof) == ("prepared rows", True)
+
+
 def test_newer_data_and_evaluations_are_not_contradictions(audited: Audited, tmp_path: Path) -> None:
     shutil.copytree(audited.layout.root, tmp_path / "copy")
     layout = ProjectLayout(tmp_path / "copy")

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from ratchet.config.gate import Gate
 from ratchet.config.train import Train
+from ratchet.data import token_files
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import (
     BaseModelError,
@@ -451,7 +452,12 @@ class _Auditor:
         if provenance.read_data(self.layout, digest) is None:
             self._unverified("prepared rows", digest[:SHORT], f"{shown} has other data now")
             return False
-        self._add_finding(finding, "prepared rows", f"the splits of data {digest[:SHORT]}, every byte")
+        self._add_finding(finding, "prepared files", f"the splits of data {digest[:SHORT]}, every byte")
+        with self._report_damage("prepared rows"):
+            values = {"bundle.json": digest, shown: token_files.fingerprint_splits(path).content}
+            self._compare(
+                "prepared rows", "their digest, computed again from ids and tokens, is the signed one", shown, values
+            )
         return True
 
     def _check_source(self, name: str, content: str, is_current: bool) -> None:
@@ -780,8 +786,10 @@ class _Auditor:
             values["bundle.json"] = self.bundle.verdict
         self._compare("approved verdict", recorded.verdict_digest, line, values)
         found: set[tuple[str, str, str]] = set()
+        signed_by = ""
         with self._report_damage("approvals"):
             keyring = keys.read_keyring(self.layout.keyring)
+            signed_by = signature.read_signature(self._folder, keyring).signer
             for approval in approvals.verify_approvals(self._folder, keyring, self.origin.time):
                 who = f"{approval.actor} ({approval.signer[: keys.SHOWN_DIGITS]}) on {approval.time}"
                 if approval.problem is None and approval.verdict_digest != recorded.verdict_digest:
@@ -796,7 +804,6 @@ class _Auditor:
             where = f"{self._show(folder)} lacks it" if found < named else f"{line} does not have it"
             self._contradicted("approval", f"{actor} on {time}", where)
         signers = [one.signer for one in recorded.approvers]
-        signed_by = signature.read_signature(self._folder, keys.read_keyring(self.layout.keyring)).signer
         if approvals.count_missing(signers, None, recorded.required) > recorded.missing:
             self._contradicted("approvals", text, f"{line}: more approvals are missing than it says")
         elif approvals.count_missing(signers, signed_by, recorded.required) > recorded.missing:
