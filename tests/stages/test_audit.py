@@ -308,7 +308,9 @@ def test_approvals_are_shown_and_verified(
     assert any(path.name in fact.proof for fact in problems)
     assert {fact.name for fact in problems} >= {"approval", "files"}
     path.unlink()
-    assert "lacks it" in next(one.proof for one in audit(project).list_facts("contradicted") if one.name == "approval")
+    assert "has no valid file" in next(
+        one.proof for one in audit(project).list_facts("contradicted") if one.name == "approval"
+    )
 
 
 def test_a_broken_ledger_or_champion_file_does_not_stop_the_audit(forced: Project) -> None:

@@ -135,6 +135,8 @@ class _Auditor:
         self._section: AuditSection = "promotion"
         self.entries: list[Promotion] = []
         """Entries of the ledger; if its chain is broken, those that can be read."""
+        self._is_chained = True
+        """Whether the chain of the project's ledger is intact."""
         self.file: ChampionFile | None = None
         """The champion file; None if it is damaged."""
         self.origin: Promotion | None = None
@@ -178,6 +180,13 @@ class _Auditor:
         else:
             self._unverified(name, text, f"{self._show(self._folder / file)}: its folder is not as it was signed")
 
+    def _state_entry(self, name: str, text: str, entry: Promotion) -> None:
+        """Add a fact that an entry of the ledger states."""
+        if self._is_chained:
+            self._verified(name, text, f"{self._describe_line(entry)}, {entry.digest[:SHORT]}")
+        else:
+            self._unverified(name, text, f"{self._describe_line(entry)}: the chain of the ledger is broken")
+
     def _add_finding(self, finding: VerifyFinding, name: str, text: str) -> None:
         """Add the result of a check of `ratchet verify`."""
         if finding.status == "ok":
@@ -192,7 +201,7 @@ class _Auditor:
         """Turn the error of a damaged file into a fact that does not fit."""
         try:
             yield
-        except (DamagedFileError, BaseModelError) as error:
+        except (DamagedFileError, DataError, BaseModelError) as error:
             self._contradicted(name, text, self._shorten_paths(str(error)))
 
     def _show(self, path: Path) -> str:
@@ -210,18 +219,18 @@ class _Auditor:
 
     def read_history(self, version: int | None) -> None:
         """Read ledger and champion file, and find the version in them. Raises ChampionError if it is unknown."""
-        own, is_chained = self._read_own_ledger()
-        self.entries = self._read_shared_ledger(own, is_chained)
+        own = self._read_own_ledger()
+        self.entries = self._read_shared_ledger(own)
         with self._report_damage("champion file"):
             self.file = read_champion(self.layout.champion)
-        if self.file is not None and is_chained:
+        if self.file is not None and self._is_chained:
             self._check_champion_file(own, self.file)
         self.champion = self._find_champion(version)
         promoted = [entry for entry in self.entries if entry.model_digest == self.champion.model_digest]
         self.origin = next((entry for entry in reversed(promoted) if entry.action == "promote"), None)
 
-    def _read_own_ledger(self) -> tuple[list[Promotion], bool]:
-        """Return the entries of the project's ledger, and whether their chain is intact."""
+    def _read_own_ledger(self) -> list[Promotion]:
+        """Return the entries of the project's ledger; if its chain is broken, those that can be read."""
         path = self.layout.promotions
         with self._report_damage("ledger", "its chain is broken"):
             entries = ledger.read_entries(path)
@@ -230,21 +239,23 @@ class _Auditor:
                 newest = entries[-1]
                 text = f"{lines}, chained up to the newest: {newest.action} of version {newest.version}, {newest.time}"
                 self._verified("ledger", text, f"{self._show(path)}, newest line {newest.digest[:SHORT]}")
-            return entries, True
-        readable = []
+            return entries
+        self._is_chained, readable = False, []
         for line in path.read_bytes().splitlines():
             with suppress_invalid():
                 readable.append(Promotion.model_validate(json.loads(line)))
-        return readable, False
+        return readable
 
-    def _read_shared_ledger(self, own: list[Promotion], is_chained: bool) -> list[Promotion]:
+    def _read_shared_ledger(self, own: list[Promotion]) -> list[Promotion]:
         """Return all entries, with those on the server that the project lacks."""
         if self.registry.shared is None:
             return own
         where, name = self.registry.where, "ledger on the server"
         try:
             shared = self.registry.shared.read()
-            missing = ledger.find_missing(self.layout.promotions, own, shared, where) if own and is_chained else shared
+            missing = (
+                ledger.find_missing(self.layout.promotions, own, shared, where) if own and self._is_chained else shared
+            )
         except TrackingError as error:
             self._unverified(name, "not compared", str(error))
             return own
@@ -254,7 +265,7 @@ class _Auditor:
         count = html.format_count(len(shared), "line")
         extra = f"; {len(missing)} of them not fetched yet (`ratchet promotions`)" if own and missing else ""
         self._verified(name, f"{count}, equal to the project's{extra}" if own else count, where)
-        return own + missing if is_chained else shared
+        return own + missing if self._is_chained else shared
 
     def _check_champion_file(self, own: list[Promotion], file: ChampionFile) -> None:
         """Compare the champion file with the one that the ledger's entries produce."""
@@ -377,12 +388,12 @@ class _Auditor:
         for begin, end in terms:
             since = f"champion since {begin.time} ({begin.action} by {begin.actor})"
             if end is None:
-                self._verified("champion", f"is champion; {since}", self._describe_line(begin))
+                self._state_entry("champion", f"is champion; {since}", begin)
                 continue
             how = "rolled back" if end.action == "rollback" else "replaced"
             why = f" ({end.reason})" if end.reason else ""
             text = f"{since}; {how} on {end.time} by {end.actor} with version {end.version}{why}"
-            self._verified("champion", text, self._describe_line(end))
+            self._state_entry("champion", text, end)
         if not terms:
             self._unverified("champion", "unknown", f"{self._show(self.layout.promotions)}: has no line about it")
 
@@ -774,7 +785,7 @@ class _Auditor:
             self.origin.approvals,
         )
         if recorded is None:
-            self._verified("approvals", "none were required (promote.approvals)", line)
+            self._state_entry("approvals", "none were required (promote.approvals)", self.origin)
             return
         given = f"{len(recorded.approvers)} of {recorded.required} given"
         text = f"{given}, {recorded.missing} missing" if recorded.missing else given
@@ -800,17 +811,18 @@ class _Auditor:
                     found.add((approval.signer, approval.actor, approval.time))
                     self._verified("approval", f"{who}, signed", self._show(folder))
         named = {(one.signer, one.actor, one.time) for one in recorded.approvers}
-        for _, actor, time in sorted(named ^ found):
-            where = f"{self._show(folder)} lacks it" if found < named else f"{line} does not have it"
-            self._contradicted("approval", f"{actor} on {time}", where)
+        for one in sorted(named ^ found):
+            where = f"{self._show(folder)} has no valid file of it" if one in named else f"{line} does not have it"
+            self._contradicted("approval", f"{one[1]} on {one[2]}", where)
         signers = [one.signer for one in recorded.approvers]
-        if approvals.count_missing(signers, None, recorded.required) > recorded.missing:
+        is_short = approvals.count_missing(signers, None, recorded.required) > recorded.missing
+        if is_short or (recorded.missing and not self.origin.forced):
             self._contradicted("approvals", text, f"{line}: more approvals are missing than it says")
         elif approvals.count_missing(signers, signed_by, recorded.required) > recorded.missing:
             reason = "the only person who approved has signed the folder since, such as to repair it"
             self._unverified("approvals", text, reason)
         else:
-            self._verified("approvals", text, line)
+            self._state_entry("approvals", text, self.origin)
 
     # 6. Promotion.
 
@@ -825,7 +837,10 @@ class _Auditor:
             mark = ", FORCED" if entry.forced else ""
             anchor = ", became the anchor" if entry.is_anchor else ""
             text = f"{entry.action} by {entry.actor} on {entry.time}{verdict}{mark}{anchor}{why}"
-            self._verified(entry.action, text, f"{self._describe_line(entry)}, {entry.digest[:SHORT]}")
+            self._state_entry(entry.action, text, entry)
+        if self.layout.promotion_intent.exists():
+            reason = f"{self._show(self.layout.promotion_intent)}: `ratchet promotions` completes or drops it"
+            self._unverified("interrupted", "a promotion or rollback was interrupted", reason)
         self._check_registry()
 
     def _check_registry(self) -> None:
@@ -838,9 +853,11 @@ class _Auditor:
             registered = self.registry.version(self.champion.version)
             file = self.file
             if self.registry.shared is not None and self.entries:
-                newest = ledger.champion_of(self.entries[-1], self.entries)
-                file = ChampionFile(champion=newest)
-            alias = check_alias(self.layout, self.registry, file, target=None) if file is not None else None
+                file = ChampionFile(champion=ledger.champion_of(self.entries[-1], self.entries))
+            if file is None:
+                self._unverified(name, "not compared", f"{self._show(self.layout.champion)} cannot be read")
+                return
+            alias = check_alias(self.layout, self.registry, file, target=None)
         except TrackingError as error:
             self._unverified(name, "not compared", str(error))
             return
@@ -849,8 +866,8 @@ class _Auditor:
             return
         found = registered.model_digest if registered is not None else "no such version"
         text = f"the alias names version {alias}; version {self.champion.version} has this model"
-        values: dict[str, object] = {"the ledger": self.champion.model_digest, self._show(Path(where)): found}
-        self._compare(name, text, self._show(Path(where)) if self.registry.server is None else where, values)
+        where = where if self.registry.server is not None else self._show(self.layout.mlflow_database)
+        self._compare(name, text, where, {"the ledger": self.champion.model_digest, where: found})
 
     # 7. Deployment.
 
