@@ -150,6 +150,7 @@ FAILURES = {
     "init": ["--data", "missing.csv", "d"], "base": [], "prepare": [], "distill": [], "train": [],
     "sweep": ["--report"], "evaluate": [], "export": [], "gate": [], "promote": [], "rollback": [],
     "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"], "audit": [],
+    "approve": [],
     "generate": ["missing.jsonl", "--output", "o.jsonl"],
     "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],

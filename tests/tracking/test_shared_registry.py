@@ -149,6 +149,7 @@ def test_an_audit_fetches_the_model_and_compares_with_the_server(team: Team, ser
     assert {"files", "signature", "decision"} <= verified.keys()
     files.verify_sealed(team.layouts["bob"].promoted_model(report.model_digest), "model")
 
+    team.history("bob")
     team.promote("bob", "b", "HOLD")
     assert "1 of them not fetched yet" in next(
         fact.text for fact in audit(team.project("ada"), 1).facts if fact.name == "ledger on the server"

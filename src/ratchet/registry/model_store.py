@@ -1,7 +1,7 @@
 """Stores and verifies promoted models: signed and sealed folders with the export, its adapter and its reports.
 
-    hf/  gguf/  bitsandbytes/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]
-    MLmodel ...  model.sig
+    hf/  gguf/  bitsandbytes/  onnx/  adapter/  bundle.json  sbom.json  provenance.json  verdict.json  eval.json
+    [forced.json]  MLmodel ...  model.sig
 
 The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to a folder before the
 promotion, so the folder can be written early. A folder contains no row of the data; the gate's page, which shows rows,

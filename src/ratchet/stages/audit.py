@@ -135,6 +135,8 @@ class _Auditor:
         self._section: AuditSection = "promotion"
         self.entries: list[Promotion] = []
         """Entries of the ledger; if its chain is broken, those that can be read."""
+        self._own_entries: list[Promotion] = []
+        """Those of the entries that are in the project's ledger."""
         self._is_chained = True
         """Whether the chain of the project's ledger is intact."""
         self.file: ChampionFile | None = None
@@ -219,7 +221,7 @@ class _Auditor:
 
     def read_history(self, version: int | None) -> None:
         """Read ledger and champion file, and find the version in them. Raises ChampionError if it is unknown."""
-        own = self._read_own_ledger()
+        own = self._own_entries = self._read_own_ledger()
         self.entries = self._read_shared_ledger(own)
         with self._report_damage("champion file"):
             self.file = read_champion(self.layout.champion)
@@ -313,7 +315,8 @@ class _Auditor:
         raise ChampionError(f"version {version} of {self.registry.model_name} was never promoted; known: {known}")
 
     def _describe_line(self, entry: Promotion) -> str:
-        return f"{self._show(self.layout.promotions)}, line {self.entries.index(entry) + 1}"
+        where = self._show(self.layout.promotions) if entry in self._own_entries else self.registry.where
+        return f"{where}, line {self.entries.index(entry) + 1}"
 
     # 1. The model.
 
