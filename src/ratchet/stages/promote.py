@@ -460,7 +460,7 @@ def _check_approvals(
             f"repeat `ratchet promote`{listed}"
         )
     if not options.dry_run:
-        for approval in counted:  # those from the server; git then has them beside the ledger
+        for approval in counted:  # those from the server; git then has them together with the ledger
             approvals.save_statement(layout, approval)
     record = PromotionApprovals(
         required=required, missing=missing, verdict_digest=verdict_digest,
