@@ -47,7 +47,9 @@ def first(layout: ProjectLayout) -> None:
 
 
 def second(layout: ProjectLayout) -> None:
-    promote(Project.from_parts(layout, HOOKED), PromoteOptions(force=True, reason="now"))
+    required = HOOKED.model_copy(update={"promote": HOOKED.promote.model_copy(update={"approvals": 1})})
+    promote(Project.from_parts(layout, required), PromoteOptions(force=True, reason="now"))
+    assert read_ledger(layout)[-1].approvals is not None
 
 
 def back(layout: ProjectLayout) -> None:

@@ -72,8 +72,9 @@ class People:
         return approvals.sign_statement(signer, verdict or self.verdict, predicate.model_copy(update=changes))
 
     def add(self, text: str) -> None:
-        files.make_directory(self.layout.approvals / "x")
-        files.write_atomic(self.layout.approvals / "x" / "y.json", text)
+        folder = self.layout.approvals / self.verdict[:16]
+        files.make_directory(folder)
+        files.write_atomic(folder / "y.json", text)
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_another_person_must_approve(people: People) -> None:
     said = people.run("ada", "promote", "--dry-run", code=3)
     assert not layout.approvals.exists(), "a dry run changes nothing"
     said = people.run("ada", "promote", code=3)
-    assert f"1 of 1 approval missing (promote.approvals). Ask others to run `ratchet approve {verdict[:12]}`" in said
+    assert f"it lacks 1 approval (promote.approvals: 1). Ask others to run `ratchet approve {verdict[:12]}`" in said
     assert not layout.champion.exists()
     people.run("ada", "promote", code=3)
     [proposal] = layout.approvals.rglob("*.json")
@@ -107,7 +108,7 @@ def test_another_person_must_approve(people: People) -> None:
     assert f"nothing was signed; to approve it: ratchet approve {verdict[:12]}" in shown
     said = people.run("bob", "approve", verdict[:12])
     assert "judged again on this machine: the same verdict" in said
-    assert "no approval is missing" in said
+    assert "has all approvals: `ratchet promote`" in said
     before = {path: path.read_bytes() for path in layout.approvals.rglob("*.json")}
     assert "approved already; commit experiments/approvals/" in people.run("bob", "approve", verdict[:12])
     assert {path: path.read_bytes() for path in layout.approvals.rglob("*.json")} == before
@@ -199,7 +200,7 @@ def test_an_approval_that_does_not_count_is_named(people: People, kind: str, rea
             text = people.layout.verdict.read_text()
             people.add(people.sign("bob", verdict=text))
     said = people.run("ada", "promote", code=3)
-    assert "1 of 1 approval missing" in said
+    assert "it lacks 1 approval (" in said
     assert re.search(f"does not count: .*{reason}", said) if reason else "does not count" not in said, said
 
 
@@ -208,7 +209,7 @@ def test_old_approvals_do_not_apply_to_a_new_verdict(people: People) -> None:
     first = people.verdict
     write_outputs(people.layout, "b")
     assert people.verdict != first
-    assert "1 of 1 approval missing" in people.run("ada", "promote", code=3)
+    assert "it lacks 1 approval (" in people.run("ada", "promote", code=3)
 
 
 def test_only_verdicts_that_may_be_promoted_can_be_approved(people: People) -> None:
@@ -246,7 +247,7 @@ def test_a_promotion_without_approvals_is_shown_for_ever(people: People) -> None
     assert "FORCED by ada despite 1 missing approval: the shop is down" in people.run("ada", "status")
     history = people.run("ada", "promotions")
     assert "PROMOTE FORCED" in history
-    assert "1 of 2 approvals were MISSING" in history
+    assert "LACKED 1 of 2 approvals" in history
     folder = layout.promoted_model(champion.model_digest)
     assert json.loads((folder / "forced.json").read_text())["missing_approvals"] == 1
     registry = MlflowModelRegistry(layout, SETTINGS.promote.model_name)

@@ -32,7 +32,7 @@ def format_approval(report: "ApprovalReport", root: Path) -> str:
     """Format the verdict, its approvals, and the next step."""
     from ratchet.quality_gate.rules import describe_verdict
     from ratchet.registry.keys import SHOWN_DIGITS
-    from ratchet.storage.html import escape_invisible
+    from ratchet.storage.html import escape_invisible, format_count
 
     verdict, digest = report.verdict, report.verdict_digest[:12]
     against = f"champion {verdict.champion_digest[:12]}" if verdict.champion_digest else "no champion"
@@ -52,11 +52,10 @@ def format_approval(report: "ApprovalReport", root: Path) -> str:
     ]
     lines += [f"  does not count: {problem}" for problem in report.problems]
     lines += [f"  note: {note}" for note in report.notes]
-    lines.append(
-        f"  {report.missing} of {report.required} approvals missing"
-        if report.missing
-        else "  no approval is missing: `ratchet promote`"
-    )
+    state = "has all approvals: `ratchet promote`"
+    if report.missing:
+        state = f"lacks {format_count(report.missing, 'approval')} (promote.approvals: {report.required})"
+    lines.append(f"  {state}")
     if report.own is None:
         return "\n".join([*lines, f"nothing was signed; to approve it: ratchet approve {digest}"])
     where = f"commit {report.file.relative_to(root)}" if report.file is not None else ""

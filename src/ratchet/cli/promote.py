@@ -56,7 +56,9 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
         return [f"{version_label(champion)} is champion already"]
     when = "again" if entry.action == "rollback" else "now"
     before = f", before it was {version_label(result.replaced)}" if result.replaced else ""
-    files = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
+    paths = [layout.champion, *([layout.approvals] if entry.approvals is not None else []), layout.promotions]
+    *names, last = (str(path.relative_to(layout.root)) for path in paths)
+    files = f"{', '.join(names)} and {last}"
     lines = [f"{version_label(champion)} is champion {when}{before}; commit {files}"]
     if (forced := champion.forced) and entry.action == "promote":
         lines.append(f"FORCED by {forced.actor} despite {forced.obstacle}: {forced.reason}")

@@ -66,7 +66,7 @@ def _format_details(entry: "PromotionHistoryEntry") -> list[str]:
             for approver in approvals.approvers
         ]
         if approvals.missing:
-            lines.append(f"{approvals.missing} of {approvals.required} approvals were MISSING")
+            lines.append(f"LACKED {approvals.missing} of {approvals.required} approvals")
     if entry.promotion.is_anchor:
         lines.append("became the anchor")
     for delivery in entry.deliveries:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ratchet.errors import DataError, GateError, SettingsError
 from ratchet.registry import approvals, keys, ledger, model_store, signature
 from ratchet.registry.approvals import ApprovalPredicate, SignedStatement
-from ratchet.registry.keys import MIN_DIGITS, Keyring
+from ratchet.registry.keys import MIN_DIGITS, SHOWN_DIGITS, Keyring
 from ratchet.registry.signature import Signer
 from ratchet.stages.gate import check_verdict
 from ratchet.stages.project import Project
@@ -67,7 +67,8 @@ class CollectedStatements:
     def select(self, verdict_digest: str, model_name: str) -> tuple[list[SignedStatement], list[str]]:
         """Return the approvals of a verdict that count, and why others do not."""
         counted, problems = approvals.select_approvals(self.statements, verdict_digest, model_name)
-        return counted, [*problems, *self.problems]
+        # Folders and parameters have the verdict's digest in their names.
+        return counted, [*problems, *(p for p in self.problems if verdict_digest[:SHOWN_DIGITS] in p)]
 
     def find(self, is_proposal: bool, verdict_digest: str, signer: str, model_name: str) -> SignedStatement | None:
         """Find a statement of this signer that counts."""
@@ -214,7 +215,7 @@ def _choose_verdict(
         candidates[statement.verdict_digest] = content, False
         names[statement.verdict_digest] = f"proposed by {statement.label}"
     if layout.verdict.exists():
-        text = layout.verdict.read_text(encoding="utf-8")
+        text = layout.verdict.read_text(encoding="utf-8", errors="replace")
         digest = digests.hash_bytes(text.encode())
         candidates[digest] = text, True
         names[digest] = names.get(digest, "the verdict of this project")
@@ -230,7 +231,7 @@ def _choose_verdict(
     if not candidates:
         raise DataError(
             f"no verdict to approve: neither {layout.verdict} nor a proposal in {layout.approvals} or on the server. "
-            "Who wants to promote runs `ratchet promote`, which makes one; in git, pull its commit"
+            "`ratchet promote`, run by the person who wants to promote, makes one; in git, pull its commit"
         )
     listed = "".join(f"\n  {d[:12]}  {names[d]}" for d in matching or candidates)
     found = "found several verdicts" if prefix is None else f"VERDICT: found {prefix!r}, which names no single verdict"
@@ -241,7 +242,7 @@ def _parse(text: str) -> Verdict:
     try:
         return Verdict.model_validate(json.loads(text))
     except (ValueError, ValidationError) as error:
-        raise DataError(f"the proposed verdict cannot be read ({' '.join(str(error).split())[:300]})") from None
+        raise DataError(f"the verdict cannot be read ({' '.join(str(error).split())[:300]})") from None
 
 
 def _list_proposals(statements: Iterable[SignedStatement], digest: str, model_name: str) -> list[SignedStatement]:

@@ -459,10 +459,13 @@ def _check_approvals(
             lines.append("the person who promotes cannot be the only one who approves")
         listed = "".join(f"\n  {line}" for line in lines)
         raise GateError(
-            f"model {bundle.model_digest[:12]} is not promoted: {missing} of {html.format_count(required, 'approval')} "
-            f"missing (promote.approvals). Ask others to run `ratchet approve {verdict_digest[:12]}`{where}, then "
+            f"model {bundle.model_digest[:12]} is not promoted: it lacks {html.format_count(missing, 'approval')} "
+            f"(promote.approvals: {required}). Ask others to run `ratchet approve {verdict_digest[:12]}`{where}, then "
             f"repeat `ratchet promote`{listed}"
         )
+    if not options.dry_run:
+        for approval in counted:  # those from the server; git then has them together with the ledger
+            approvals.save_statement(layout, approval)
     record = PromotionApprovals(
         required=required, missing=missing, verdict_digest=verdict_digest,
         approvers=tuple(approval.approver for approval in counted),
