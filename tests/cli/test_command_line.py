@@ -149,7 +149,7 @@ def test_a_traceback_and_the_time_are_shown_on_request_only(
 FAILURES = {
     "init": ["--data", "missing.csv", "d"], "base": [], "prepare": [], "distill": [], "train": [],
     "sweep": ["--report"], "evaluate": [], "export": [], "gate": [], "promote": [], "rollback": [], "approve": [],
-    "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"],
+    "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"], "audit": [],
     "generate": ["missing.jsonl", "--output", "o.jsonl"],
     "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],

@@ -19,6 +19,7 @@ from typing import Protocol
 from ratchet.cli import (
     adapters,
     approve,
+    audit,
     base,
     chaos,
     chat,
@@ -84,7 +85,7 @@ COMMANDS: Mapping[str, Command] = {
     "submit": submit, "work": work, "queue": queue,
     "evaluate": evaluate, "export": export, "gate": gate,
     "promote": promote, "approve": approve, "rollback": rollback, "promotions": promotions, "deploy": deploy,
-    "adapters": adapters, "push": push, "keys": keys,
+    "adapters": adapters, "push": push, "keys": keys, "audit": audit,
     "generate": generate, "chat": chat, "select": select_answers, "label": label,
     "forecast": forecast, "doctor": doctor, "config": config, "status": status, "watch": watch,
     "compare": compare, "report": report, "verify": verify, "reset": reset, "chaos": chaos, "ui": ui,

@@ -16,10 +16,11 @@ from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, signature
+from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
+from ratchet.runs.directory import RunPaths
 from ratchet.stages.approve import collect_statements, publish_statement
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files, html
@@ -337,6 +338,9 @@ def _store_model(
     evaluation = report if report.adapter_digest == bundle.adapter_digest else None
     extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
     extra_files |= {**model_store.forced_marker(forced), **approved.files}
+    if RunPaths(layout.runs / bundle.run_id).journal.is_file():
+        tags = MlflowModelRegistry.open(layout, settings).read_run_tags(bundle.run_id)
+        extra_files |= provenance.build_provenance(layout, bundle, tags)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
     if (record := approved.record) is not None:
         folder = layout.promoted_model(bundle.model_digest)
@@ -460,7 +464,7 @@ def _check_approvals(
             f"repeat `ratchet promote`{listed}"
         )
     if not options.dry_run:
-        for approval in counted:  # those from the server; git then has them beside the ledger
+        for approval in counted:  # those from the server; git then has them together with the ledger
             approvals.save_statement(layout, approval)
     record = PromotionApprovals(
         required=required, missing=missing, verdict_digest=verdict_digest,

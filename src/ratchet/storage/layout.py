@@ -121,6 +121,8 @@ class ProjectLayout:
         """Signed proposals and approvals of promotions: a folder per verdict, a file per signer; committed to git."""
         self.pushes = self.experiments / "pushes.jsonl"
         """Pushes to the Hugging Face hub: one JSON line per commit; committed to git."""
+        self.deployments = self.experiments / "deployments.jsonl"
+        """Deployments from this project: one JSON line per change of a deployment directory; committed to git."""
         self.push = self.experiments / "push"
         """Files of a push that is not finished; outside git and DVC."""
         self.promotion_intent = self.mlruns / "promotion.json"

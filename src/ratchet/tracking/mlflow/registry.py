@@ -303,6 +303,14 @@ class MlflowModelRegistry:
             if not token:
                 return versions
 
+    def read_run_tags(self, run_id: str) -> dict[str, str]:
+        """Return the tags of the MLflow run of Ratchet's run id; empty if there is none in this store."""
+        if not self.exists:
+            return {}
+        with self._store.connected() as client:
+            mlflow_id = self._mlflow_run(client, run_id)
+            return {} if mlflow_id is None else dict(client.get_run(mlflow_id).data.tags)
+
     def _mlflow_run(self, client: Any, run_id: str) -> str | None:
         experiment = client.get_experiment_by_name(self._experiment)
         if experiment is None:

@@ -20,6 +20,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError
+from ratchet.registry.ledger import ACTOR_TAG, current_actor
 from ratchet.runs import status as run_status
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -400,7 +401,8 @@ class MlflowRunCallback:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # the current checkout belongs to attempts of this process only
-            tags |= digests.revision_tags(self._experiment.layout.root) | {HOST_TAG: socket.gethostname()}
+            root = self._experiment.layout.root
+            tags |= digests.revision_tags(root) | {HOST_TAG: socket.gethostname(), ACTOR_TAG: current_actor(root)}
         return tags
 
     def _log_artifacts(self, client: Any) -> None:
