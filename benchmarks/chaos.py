@@ -1,4 +1,4 @@
-"""Runs the large fault campaign of docs/evidence_reliability.md on Ratchet, and on Hugging Face Trainer with equal inputs.
+"""Runs the fault campaign of docs/evidence_reliability.md on Ratchet, and on Hugging Face Trainer with equal inputs.
 
     python benchmarks/chaos.py [--quick] [--seed S] [--json FILE] [--project DIR] [--folder DIR] [--only PART ...]
 
