@@ -1,14 +1,11 @@
 """Describes prompts by their character n-grams, so that other prompts can be compared with them without a model.
 
 The features are hashed n-grams of a text in lower case, weighted by their logarithmic count and their rarity among the
-described prompts (tf-idf). No prompt can be read from a profile, which stores hashes only.
+described prompts (tf-idf).
 """
 
 import unicodedata
-import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -22,45 +19,50 @@ MAX_CHARACTERS = 2000
 NEIGHBOURS = 3
 """Number of most similar described prompts whose mean similarity counts."""
 
+NgramCounts = NDArray[np.uint16]
+"""Pairs of feature and count, by feature."""
+_BASE, _MIX = np.uint64(0x100000001B3), np.uint64(0x9E3779B97F4A7C15)
 
-def count_ngrams(text: str) -> dict[int, int]:
+
+def count_ngrams(text: str) -> NgramCounts:
     """Count the hashed n-grams of a text. Case, Unicode compatibility forms and white space make no difference."""
     folded = f" {' '.join(unicodedata.normalize('NFKC', text[:MAX_CHARACTERS]).casefold().split())} "
-    grams = (folded[i : i + size] for size in NGRAM_SIZES for i in range(max(1, len(folded) - size + 1)))
-    return Counter(zlib.crc32(gram.encode("utf-8", "surrogatepass")) % FEATURES for gram in grams)
+    codes = np.frombuffer(folded.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    hashes = []
+    for size in NGRAM_SIZES:
+        values = np.full(max(0, len(codes) - size + 1), size, np.uint64)
+        for start in range(size):
+            values = values * _BASE + codes[start : start + len(values)]
+        hashes.append((values * _MIX) >> np.uint64(64 - FEATURES.bit_length() + 1))
+    features, counts = np.unique(np.concatenate(hashes), return_counts=True)
+    return np.stack([features, np.minimum(counts, 65535)], axis=1).astype(np.uint16)
 
 
-@dataclass(frozen=True)
 class PromptProfile:
     """A set of described prompts."""
 
-    counts: Sequence[Mapping[int, int]]
-    """Number of each n-gram in each prompt."""
-
-    @cached_property
-    def _rarity(self) -> NDArray[np.float32]:
-        """Inverse document frequency of each feature."""
+    def __init__(self, prompts: Sequence[NgramCounts]) -> None:
+        self._prompts = prompts
         documents = np.zeros(FEATURES)
-        for counts in self.counts:
-            documents[list(counts)] += 1
-        return np.asarray(np.log((1 + len(self.counts)) / (1 + documents)) + 1, np.float32)
+        for counts in prompts:
+            documents[counts[:, 0]] += 1
+        self._rarity = np.log((1 + len(prompts)) / (1 + documents)) + 1
+        """Inverse document frequency of each feature."""
 
     @cached_property
     def _vectors(self) -> NDArray[np.float32]:
-        """Unit vector of each prompt."""
-        vectors = np.zeros((len(self.counts), FEATURES), np.float32)
-        for vector, counts in zip(vectors, self.counts, strict=True):
-            features, weights = self._weigh(counts)
-            vector[features] = weights
+        """Weight of each feature (row) in each prompt (column); prompts have length 1."""
+        vectors = np.zeros((FEATURES, len(self._prompts)), np.float32)
+        for column, counts in enumerate(self._prompts):
+            vectors[counts[:, 0], column] = self._weigh(counts)
         return vectors
 
-    def _weigh(self, counts: Mapping[int, int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        features = np.fromiter(counts, np.int64, len(counts))
-        weights = (1 + np.log(np.fromiter(counts.values(), np.float32, len(counts)))) * self._rarity[features]
-        return features, weights / max(float(np.linalg.norm(weights)), 1e-12)
+    def _weigh(self, counts: NgramCounts) -> NDArray[np.float32]:
+        weights = (1 + np.log(counts[:, 1])) * self._rarity[counts[:, 0]]
+        return np.asarray(weights / max(float(np.linalg.norm(weights)), 1e-12), np.float32)
 
     def measure_similarity(self, text: str) -> float:
         """Return the mean similarity (cosine) of a text with the most similar described prompts, from 0 to 1."""
-        features, weights = self._weigh(count_ngrams(text))
-        similarities = np.sort(self._vectors[:, features] @ weights)[-NEIGHBOURS:]
+        counts = count_ngrams(text)
+        similarities = np.sort(self._weigh(counts) @ self._vectors[counts[:, 0]])[-NEIGHBOURS:]
         return float(similarities.mean())

@@ -76,7 +76,7 @@ def parse_request(record: Any) -> LoggedRequest:
     if score is not None and (not isinstance(score, bool | int | float) or not math.isfinite(score)):
         raise ValueError(f"score: found {_name_type(score)}; expected a number, true or false")
     if prompt is None and reply is None and answer is None and score is None:
-        raise ValueError(f"found {_list_keys(record)}; expected prompt or messages, answer, or id and score")
+        raise ValueError(f"found {len(record)} other fields; expected prompt or messages, answer, or id and score")
     reference = next((record[key] for key in REFERENCE_KEYS if isinstance(record.get(key), str)), None)
     version = record.get("version")
     key = next((record[key] for key in ID_KEYS if isinstance(record.get(key), str | int)), None)
@@ -119,9 +119,11 @@ def _read_answer(reply: Any) -> str | None:
         if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
             reply = choices[0]
         message = reply.get("message")
-        reply = _read_message(message) if isinstance(message, Mapping) else reply.get("text", reply.get("content", 0))
-        if reply is None:
-            return None
+        if isinstance(message, Mapping):
+            return _read_message(message)
+        reply = reply.get("text", reply.get("content"))
+        if not isinstance(reply, str):
+            raise ValueError("answer: found an object without text; expected a text, or a response with choices")
     if not isinstance(reply, str):
         raise ValueError(f"answer: found {_name_type(reply)}; expected a text, or a response with choices")
     return reply
@@ -144,10 +146,6 @@ def _read_time(time: Any) -> float:
 def _name_type(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
-
-
-def _list_keys(record: Mapping[str, Any]) -> str:
-    return f"{len(record)} fields, none of them known"
 
 
 def list_log_files(paths: Sequence[Path]) -> list[Path]:

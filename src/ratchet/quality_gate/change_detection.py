@@ -31,10 +31,13 @@ SHARES = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.45, 0.6)
 FACTORS = (1.3, 2.0, 4.0)
 """Bets that the share of the most extreme ranks, one of SHARES, has grown by one of FACTORS. They find changes of rare
 values, such as refusals, and of values with ties."""
-SHIFTS = (0.25, 0.5, 1.0)
+SHIFTS = np.array((0.25, 0.5, 1.0))
 """Bets that values have moved by this many standard deviations, if they are normally distributed."""
 MAX_EVIDENCE = 1e15
 """Largest evidence that is stored."""
+_STEPS = np.array([(share, factor) for share in SHARES for factor in FACTORS if share * factor < 0.9])
+_STEP_SHARES, _GAINS = _STEPS.T
+_LOSSES = (1 - _STEP_SHARES * _GAINS) / (1 - _STEP_SHARES)
 
 
 def compute_factors(ranks: Numbers, direction: Direction) -> Numbers:
@@ -42,16 +45,12 @@ def compute_factors(ranks: Numbers, direction: Direction) -> Numbers:
 
     The mean of each factor over uniform ranks is 1.
     """
-    both = [_bet_on_low_ranks(ranks if side == "lower" else 1 - ranks) for side in ("lower", "higher")]
-    selected = both if direction == "both" else both[:1] if direction == "lower" else both[1:]
-    return np.concatenate(selected, axis=-1)
-
-
-def _bet_on_low_ranks(ranks: Numbers) -> Numbers:
-    normal = -special.ndtri(np.clip(ranks, 1e-12, 1 - 1e-12))
-    steps = [(share, factor) for share in SHARES for factor in FACTORS if share * factor < 0.9]
-    bets = [np.where(ranks < share, factor, (1 - share * factor) / (1 - share)) for share, factor in steps]
-    return np.stack([*bets, *(np.exp(shift * normal - shift**2 / 2) for shift in SHIFTS)], axis=-1)
+    if direction == "both":
+        return np.concatenate([compute_factors(ranks, "lower"), compute_factors(ranks, "higher")], axis=-1)
+    low = (ranks if direction == "lower" else 1 - ranks)[..., np.newaxis]
+    normal = -special.ndtri(np.clip(low, 1e-12, 1 - 1e-12))
+    shifted = np.exp(SHIFTS * normal - SHIFTS**2 / 2)
+    return np.concatenate([np.where(low < _STEP_SHARES, _GAINS, _LOSSES), shifted], axis=-1)
 
 
 def update_evidence(evidence: Numbers, factors: Numbers) -> Numbers:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ratchet.config.monitor import Monitor
 from ratchet.data import request_log
-from ratchet.data.prompt_profile import PromptProfile, count_ngrams
+from ratchet.data.prompt_profile import NgramCounts, PromptProfile, count_ngrams
 from ratchet.data.request_log import LoggedRequest
 from ratchet.errors import ChampionError, DataError, RatchetError, SettingsError, first_line
 from ratchet.evaluation.refusals import is_refusal
@@ -51,7 +51,7 @@ TRACES = "mlflow:"
 ACTOR_MARK = "ratchet monitor: "
 """Beginning of the reason of an automatic rollback in the ledger."""
 TESTS: Mapping[MonitorTestName, Direction] = {
-    "inputs": "lower", "prompt length": "both", "answer length": "both", "refusals": "higher", "scores": "lower",
+    "inputs": "both", "prompt length": "both", "answer length": "both", "refusals": "higher", "scores": "lower",
 }  # fmt: skip
 """Every test, and which change it looks for."""
 ANSWER_TESTS: frozenset[MonitorTestName] = frozenset({"answer length", "refusals", "scores"})
@@ -254,8 +254,8 @@ def _find_role(layout: ProjectLayout, report: EvaluationReport, target: MonitorT
     """Return the role of the version in the evaluation. Raises DataError if the evaluation is about other models."""
     models = (report.model_digest, report.champion_digest, report.anchor_digest)
     for digest, roles in zip(models, (("merged", "candidate"), ("champion",), ("anchor",)), strict=True):
-        if digest == target.model_digest:
-            return next(role for role in roles if role in report.scores)
+        if digest == target.model_digest and (role := next(filter(report.scores.__contains__, roles), None)):
+            return role
     raise DataError(
         f"{layout.eval_report}: is about model {(report.model_digest or 'none')[: digests.SHORT]}, not about version "
         f"{target.version} (model {target.model_digest[: digests.SHORT]}); copy the evaluation of that version here, "
@@ -295,14 +295,12 @@ def _read_scores(
     return [found[row.id].value for row in rows if row.id in found]
 
 
-def _encode_counts(counts: Mapping[int, int]) -> str:
-    pairs = np.array([(feature, min(count, 65535)) for feature, count in sorted(counts.items())], "<u2")
-    return base64.b64encode(pairs.tobytes()).decode()
+def _encode_counts(counts: NgramCounts) -> str:
+    return base64.b64encode(counts.astype("<u2").tobytes()).decode()
 
 
-def _decode_counts(text: str) -> dict[int, int]:
-    pairs = np.frombuffer(base64.b64decode(text), "<u2").reshape(-1, 2)
-    return {int(feature): int(count) for feature, count in pairs}
+def _decode_counts(text: str) -> NgramCounts:
+    return np.frombuffer(base64.b64decode(text), "<u2").astype(np.uint16).reshape(-1, 2)
 
 
 def find_place(test: MonitorTestName, value: float, largest_score: float = 1.0) -> int:
@@ -587,31 +585,34 @@ class MonitorSession:
 
     def _roll_back(self, alarm: MonitorAlarm, smoke_test: Callable[[Path], None] | None) -> str | None:
         """Roll back the champion because of an alarm; return what was done, or None to try again later."""
-        layout = self.project.layout
+        layout, version = self.project.layout, self.target.version
         reason = f"{ACTOR_MARK}{alarm.describe()}"
         entries, file = ledger.read_entries(layout.promotions), read_champion(layout.champion)
-        last = entries[-1] if entries else None
-        if last is not None and last.previous_version == self.target.version and last.reason == reason:
-            return f"rolled back to version {last.version}"
-        if file.champion is None or file.champion.version != self.target.version:
-            return f"not rolled back: version {self.target.version} is not champion now"
-        if last is not None and last.action == "rollback" and (last.reason or "").startswith(ACTOR_MARK):
+        if file.champion is None or file.champion.version != version:
+            done = next((e for e in reversed(entries) if e.previous_version == version and e.reason == reason), None)
+            if done is not None:
+                return f"rolled back to version {done.version}"
+            return f"not rolled back: version {version} is not champion now"
+        origin = next((entry for entry in reversed(entries) if entry.version == version), None)
+        if origin is not None and origin.action == "rollback" and (origin.reason or "").startswith(ACTOR_MARK):
             return (
-                f"not rolled back: version {self.target.version} became champion by an automatic rollback; choose a "
-                "version yourself: `ratchet rollback VERSION`"
+                f"not rolled back: version {version} became champion by an automatic rollback; choose a version "
+                "yourself: `ratchet rollback VERSION`"
             )
         if not file.previous:
             return "not rolled back: there is no earlier champion"
         from ratchet.stages.promote import PromoteOptions, rollback
 
+        # The version is named, so a rollback that was interrupted is finished and not followed by another one.
+        target = file.previous[0].version
         try:
-            result = rollback(self.project, None, PromoteOptions(reason=reason), smoke_test)
+            rollback(self.project, target, PromoteOptions(reason=reason), smoke_test)
         except RatchetError as error:
             self.notes.append(
                 f"the rollback because of {alarm.test} failed: {first_line(error)}; the next look tries again"
             )
             return None
-        return f"rolled back to version {result.champion.version}"
+        return f"rolled back to version {target}"
 
     def reset(self, reason: str, is_accepted: bool) -> None:
         """Acknowledge all alarms; see `reset_alarms`."""
