@@ -275,7 +275,7 @@ def monitor(project: Project, logs: Sequence[str | Path], version: int | None = 
         version: the version; None: the champion.
 
     Raises:
-        ChampionError: there is no such version.
+        ChampionError: the version was never promoted, or there is no champion yet.
         DataError: a log is missing or was changed, or the evaluation of the version is not on this machine.
         LockHeldError: another process monitors this version.
     """

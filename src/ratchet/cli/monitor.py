@@ -73,6 +73,8 @@ def _follow(look: "Callable[[], MonitorReport]", report_line: Callable[[str], No
 
 def format_monitor(report: "MonitorReport") -> str:
     """Format the tests as a table, then alarms and notes."""
+    from ratchet.stages.monitor import START_SHARE
+
     lines = [
         f"version {report.version}: {report.requests:,} requests compared with the evaluation"
         + (f", {report.new_requests:,} of them new" if report.new_requests else ""),
@@ -80,7 +82,7 @@ def format_monitor(report: "MonitorReport") -> str:
             [("test", "values", "mean", "evaluation", "evidence", "state"), *map(_format_row, report.tests)]
         ),
         f"  an alarm needs evidence of {report.tests[0].threshold:,.0f}; within T requests, the probability of a false "
-        f"alarm is at most T / {report.requests_per_false_alarm:,}",
+        f"alarm is at most {START_SHARE:.0%} + T / {report.requests_per_false_alarm:,}",
     ]  # fmt: skip
     for alarm in report.alarms:
         lines.append(f"ALARM {alarm.describe()}" + (f"; {alarm.action}" if alarm.action else ""))

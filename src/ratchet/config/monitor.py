@@ -11,7 +11,7 @@ class Monitor(Section):
     on_alarm: Literal["notify", "rollback"] = "notify"
     """Send the event `alarm` to the webhook; or also roll back the champion if its answers have changed."""
     requests_per_false_alarm: PositiveCount = 100_000
-    """Within T requests, the probability of a false alarm of any test is at most T divided by this."""
+    """Within T requests, the probability of a false alarm is at most 1 % + T divided by this. Larger: later alarms."""
     score_metric: Name | None = None
     """Metric of the evaluation that the scores in the log measure. null: accuracy or exact_match."""
     score_margin: Fraction = 0.02

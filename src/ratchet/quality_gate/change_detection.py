@@ -7,6 +7,8 @@ Shiryaev-Roberts statistic: the sum, over all values at which a change may have 
 made since (V. Vovk et al., "Retrain or not retrain", arXiv 2102.10439, 2021; J. Shin, A. Ramdas, A. Rinaldo,
 "E-detectors", New England Journal of Statistics in Data Science, 2023, doi 10.51387/23-NEJSDS51). Without a change, the
 expected evidence after T values is T. So the probability that it reaches a threshold N within T values is at most T/N.
+With a head start of p N, changes that are there from the first value on are found earlier, and the probability is at
+most p + T/N (the SR-r procedure: G. Moustakides, A. Polunchenko, A. Tartakovsky, Statistica Sinica 21, 2011, 571-596).
 
 After a change, the changed values become part of what later values are compared with. So evidence grows only for a
 while, and a small reference does not show a small change that was there from the first value on.
@@ -87,12 +89,17 @@ class ChangeDetector:
     """Number of values observed."""
 
     @classmethod
-    def start(cls, direction: Direction, reference: Sequence[int], places: int) -> "ChangeDetector":
-        """Begin with the places of the reference values. `places` is the number of possible places."""
+    def start(
+        cls, direction: Direction, reference: Sequence[int], places: int, head_start: float = 0.0
+    ) -> "ChangeDetector":
+        """Begin with the places of the reference values, and evidence of `head_start`.
+
+        `places` is the number of possible places.
+        """
         counts = np.bincount(np.asarray(reference, np.int64), minlength=places)
         bettors = compute_factors(np.array(0.5), direction).shape[-1]
         zeros = np.zeros(bettors)
-        return cls(direction, counts, zeros, zeros, np.zeros(bettors, np.int64), zeros, zeros)
+        return cls(direction, counts, zeros + head_start, zeros, np.zeros(bettors, np.int64), zeros, zeros)
 
     def observe(self, place: int, value: float, tie_break: float, time_s: float = 0.0) -> None:
         """Add the next value, with its Unix time (0: unknown)."""

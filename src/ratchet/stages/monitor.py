@@ -66,6 +66,9 @@ PROFILE_ROWS = 256
 """Maximum number of test prompts with which inputs are compared; at most half of them. The other rows show how similar
 prompts of the same kind are."""
 MIN_REFERENCE_ROWS = 20
+START_SHARE = 0.01
+"""Probability of a false alarm that all tests together may spend on changes since the first request. The case that a
+deployment differs from its evaluation from the start on is the most likely one."""
 LEARNED_REQUESTS = 500
 """Number of values that become the reference after `--accept`."""
 SAVE_EVERY = 5000
@@ -107,7 +110,7 @@ def monitor(
         smoke_test: see `promote.rollback`.
 
     Raises:
-        ChampionError: there is no such version.
+        ChampionError: the version was never promoted, or there is no champion yet.
         DataError: a log is missing, has no request, or was changed; or the evaluation of the version is not here.
         SettingsError: monitor.score_metric is no metric of the evaluation, or has changed.
         DamagedFileError: evaluation or state were changed.
@@ -325,6 +328,7 @@ class _Test:
     """A test with its detector."""
 
     detector: ChangeDetector
+    threshold: float
     total: float = 0.0
     learning: int = 0
     resets: int = 0
@@ -365,11 +369,6 @@ class MonitorSession:
     def _settings(self) -> Monitor:
         return self.project.settings.monitor
 
-    @property
-    def _threshold(self) -> float:
-        """Evidence that raises an alarm. Each test has an equal share of the rate of false alarms."""
-        return float(len(TESTS) * self._settings.requests_per_false_alarm)
-
     @cached_property
     def _profile(self) -> PromptProfile:
         return PromptProfile([_decode_counts(text) for text in self.reference.profile])
@@ -377,21 +376,27 @@ class MonitorSession:
     def _direction(self, name: MonitorTestName) -> Direction:
         return "higher" if name == "scores" and self.reference.is_lower_better else TESTS[name]
 
-    def _start(self, name: MonitorTestName, is_empty: bool = False) -> ChangeDetector:
-        places = {} if is_empty else self.reference.samples[name].places
+    def _start(self, name: MonitorTestName, learning: int = 0, resets: int = 0) -> _Test:
+        """Begin a test. Each test has an equal share of the rate of false alarms."""
+        threshold = float(len(TESTS) * self._settings.requests_per_false_alarm)
+        places = {} if learning else self.reference.samples[name].places
         values = [place for place, count in places.items() for _ in range(count)]
-        return ChangeDetector.start(self._direction(name), values, LAST_PLACES[name] + 1)
+        detector = ChangeDetector.start(
+            self._direction(name), values, LAST_PLACES[name] + 1, START_SHARE * threshold / len(TESTS)
+        )
+        return _Test(detector, threshold, learning=learning, resets=resets)
 
     def _restore(self, name: MonitorTestName) -> _Test:
-        detector, stored = self._start(name), self.state.tests.get(name)
+        test, stored = self._start(name), self.state.tests.get(name)
         if stored is None:
-            return _Test(detector)
+            return test
+        detector = test.detector
         detector.counts[:] = 0
         detector.counts[list(stored.places)] = list(stored.places.values())
         detector.evidence, detector.growth = np.array(stored.evidence), np.array(stored.growth)
         detector.starts, detector.start_times = np.array(stored.starts, np.int64), np.array(stored.start_times)
         detector.sums, detector.observed = np.array(stored.sums), stored.observed
-        return _Test(detector, stored.total, stored.learning, stored.resets, stored.alarm)
+        return _Test(detector, stored.threshold, stored.total, stored.learning, stored.resets, stored.alarm)
 
     # Reading.
 
@@ -514,7 +519,7 @@ class MonitorSession:
         tie_break = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) / 2**64
         detector.observe(place, value, tie_break, time_s)
         test.total += value
-        if test.alarm is None and detector.total_evidence >= self._threshold and self._is_large(name, detector):
+        if test.alarm is None and detector.total_evidence >= test.threshold and self._is_large(name, detector):
             best = int(detector.evidence.argmax())
             test.alarm = MonitorAlarm(
                 test=name, number=detector.observed, time=_format_time(time_s), start=detector.change_start,
@@ -539,8 +544,8 @@ class MonitorSession:
                 places={int(place): int(test.detector.counts[place]) for place in np.flatnonzero(test.detector.counts)},
                 evidence=tuple(test.detector.evidence.tolist()), growth=tuple(test.detector.growth.tolist()),
                 starts=tuple(test.detector.starts.tolist()), start_times=tuple(test.detector.start_times.tolist()),
-                sums=tuple(test.detector.sums.tolist()), observed=test.detector.observed, total=test.total,
-                learning=test.learning, resets=test.resets, alarm=test.alarm,
+                sums=tuple(test.detector.sums.tolist()), observed=test.detector.observed,
+                threshold=test.threshold, total=test.total, learning=test.learning, resets=test.resets, alarm=test.alarm,
             )
             for name, test in self._tests.items()
         }  # fmt: skip
@@ -621,8 +626,7 @@ class MonitorSession:
             raise SettingsError(f"--reset: version {self.target.version} has no alarm")
         for name in names:
             learning = LEARNED_REQUESTS if is_accepted else 0
-            resets = self._tests[name].resets + 1
-            self._tests[name] = _Test(self._start(name, is_empty=is_accepted), learning=learning, resets=resets)
+            self._tests[name] = self._start(name, learning, self._tests[name].resets + 1)
         actor = ledger.current_actor(self.project.layout.root)
         entry = MonitorReset(time=utc_now(), actor=actor, reason=reason, tests=names, is_accepted=is_accepted)
         self._resets = (*self._resets, entry)
@@ -649,7 +653,7 @@ class MonitorSession:
         value = test.alarm.value if test.alarm else test.total / observed if observed else None
         return MonitorTestReport(
             test=name, observed=observed, value=value, reference=sample.mean, reference_rows=sample.rows,
-            evidence=test.detector.total_evidence, threshold=self._threshold, learning=test.learning, alarm=test.alarm,
+            evidence=test.detector.total_evidence, threshold=test.threshold, learning=test.learning, alarm=test.alarm,
         )  # fmt: skip
 
 

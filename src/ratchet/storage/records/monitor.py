@@ -105,6 +105,8 @@ class MonitorTestState(Record):
     start_times: tuple[float, ...]
     sums: tuple[float, ...]
     observed: int
+    threshold: float
+    """Evidence that raises an alarm; fixed when the test began."""
     total: float = 0.0
     """Sum of all values since the test began."""
     learning: int = 0
@@ -129,7 +131,7 @@ class LogFileProgress(Record):
 
 
 class MonitorReset(Record):
-    """An alarm that a person has acknowledged."""
+    """An acknowledgement of alarms."""
 
     time: str
     actor: str
@@ -199,5 +201,5 @@ class MonitorReport(Record):
 
     @property
     def alarms(self) -> tuple[MonitorAlarm, ...]:
-        """Alarms that nobody has acknowledged."""
+        """Alarms that are not acknowledged yet."""
         return tuple(test.alarm for test in self.tests if test.alarm is not None)

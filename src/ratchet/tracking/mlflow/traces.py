@@ -179,7 +179,7 @@ def read_requests(store: MlflowStore, experiment: str, metric: str | None, since
     An assessment of the name `metric`, or `score`, is the score; `expected_response` is the right answer.
 
     Raises:
-        DataError: there is no such experiment.
+        DataError: MLflow has no experiment of this name.
         TrackingError: MLflow cannot be read.
     """
     with store.connected() as client:
