@@ -110,7 +110,7 @@ def false_alarms(cases: int) -> Iterator[Row]:
         yield at_most(
             f"false alarm within {REQUESTS:,} requests, {size} rows, 1 % + 1 in {RATE:,}", alarms.mean(), limit
         )
-        yield told(f"false alarm of tests repeated every {LOOK} requests, {size} rows", naive.mean())
+        yield told(f"false alarm of tests repeated every {LOOK} requests, {size} rows", float(naive.mean()))
 
 
 def delays(cases: int) -> Iterator[Row]:

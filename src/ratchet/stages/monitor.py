@@ -545,7 +545,8 @@ class MonitorSession:
                 evidence=tuple(test.detector.evidence.tolist()), growth=tuple(test.detector.growth.tolist()),
                 starts=tuple(test.detector.starts.tolist()), start_times=tuple(test.detector.start_times.tolist()),
                 sums=tuple(test.detector.sums.tolist()), observed=test.detector.observed,
-                threshold=test.threshold, total=test.total, learning=test.learning, resets=test.resets, alarm=test.alarm,
+                threshold=test.threshold, total=test.total, learning=test.learning, resets=test.resets,
+                alarm=test.alarm,
             )
             for name, test in self._tests.items()
         }  # fmt: skip
