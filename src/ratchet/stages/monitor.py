@@ -255,9 +255,12 @@ def _build_reference(layout: ProjectLayout, target: MonitorTarget, wanted: str |
 
 def _find_role(layout: ProjectLayout, report: EvaluationReport, target: MonitorTarget) -> ModelRole:
     """Return the role of the version in the evaluation. Raises DataError if the evaluation is about other models."""
-    models = (report.model_digest, report.champion_digest, report.anchor_digest)
-    for digest, roles in zip(models, (("merged", "candidate"), ("champion",), ("anchor",)), strict=True):
-        if digest == target.model_digest and (role := next(filter(report.scores.__contains__, roles), None)):
+    roles: dict[ModelRole, str | None] = {
+        "merged": report.model_digest, "candidate": report.model_digest, "champion": report.champion_digest,
+        "anchor": report.anchor_digest,
+    }  # fmt: skip
+    for role, digest in roles.items():
+        if digest == target.model_digest and role in report.scores:
             return role
     raise DataError(
         f"{layout.eval_report}: is about model {(report.model_digest or 'none')[: digests.SHORT]}, not about version "
