@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from monitor_cases import MODEL, REFUSAL, START_S, monitored_project, requests, write_evaluation, write_log
-from promoted_models import make_champion
+from promoted_models import make_champion, promote_fake_model
 from promotion_project import SETTINGS as PROMOTION_SETTINGS
 from promotion_project import accept_model, count_in_child, read_ledger, write_outputs
 from ratchet.cli.main import main
@@ -25,6 +25,7 @@ from ratchet.config.monitor import Monitor
 from ratchet.config.settings import Settings
 from ratchet.errors import ChampionError, DamagedFileError, DataError, LockHeldError, SettingsError
 from ratchet.stages import monitor as stage
+from ratchet.stages.deploy import DeployOptions, deploy
 from ratchet.stages.monitor import ANSWER_TESTS, LEARNED_REQUESTS, MonitorOptions, monitor, reset_alarms
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote
@@ -239,11 +240,23 @@ def test_the_version_is_that_of_the_champion_a_number_or_a_release(monitored: Pr
     assert monitor(monitored, [log], MonitorOptions(version=1)).version == 1
     with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
         monitor(monitored, [log], MonitorOptions(version=7))
-    with pytest.raises(DataError, match=r"release\.json: not found"):
+    with pytest.raises(SettingsError, match="no release here; expected a directory of `ratchet deploy`"):
         monitor(monitored, [log], MonitorOptions(release=tmp_path))
     write_evaluation(monitored.layout, champion_digest="b" * 64, model_digest="e" * 64)
     with pytest.raises(DataError, match="about version 2"):
         monitor(monitored, [log])
+
+
+def test_a_release_counts_from_its_deployment_on(tracked_project: ProjectLayout, tmp_path: Path) -> None:
+    model = promote_fake_model(tracked_project, "a").model_digest
+    project = Project.from_parts(tracked_project, Settings())
+    write_evaluation(tracked_project, model_digest=model)
+    deploy(project, tmp_path / "served", DeployOptions(smoke_test=False))
+    lines = requests(2, 4)
+    lines[3]["time"] = time.time() + 5
+    log = write_log(tmp_path / "log.jsonl", lines)
+    report = monitor(project, [log], MonitorOptions(release=tmp_path / "served"))
+    assert (report.version, report.requests, report.earlier) == (1, 1, 3)
 
 
 def test_requests_of_other_versions_and_times_are_left_out(monitored: Project, tmp_path: Path) -> None:

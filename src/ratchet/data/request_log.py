@@ -44,6 +44,11 @@ class LoggedRequest:
     reference: str | None = None
     """Right answer."""
 
+    @property
+    def is_unlabelled(self) -> bool:
+        """Whether there is neither a score nor a right answer."""
+        return self.score is None and self.reference is None
+
 
 @dataclass(frozen=True)
 class LogLine:

@@ -26,7 +26,7 @@ from ratchet.quality_gate import evidence
 from ratchet.quality_gate.change_detection import ChangeDetector, Direction
 from ratchet.registry import ledger
 from ratchet.registry.deployment import release as releases
-from ratchet.registry.deployment.release import Release
+from ratchet.registry.deployment.release import DeploymentDirectory, Release
 from ratchet.registry.promotion import utc_now
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
@@ -84,7 +84,7 @@ class MonitorOptions:
 
     version: int | None = None
     release: Path | None = None
-    """A deployment directory, or a release in it."""
+    """A deployment directory."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class MonitorTarget:
 
     version: int
     model_digest: str
-    promoted_s: float | None
-    """Unix time of its last promotion; None: the ledger does not have it."""
+    since_s: float | None
+    """Unix time of its last promotion, or of its deployment with `release`; None: unknown."""
 
 
 def monitor(
@@ -156,11 +156,17 @@ def _find_target(layout: ProjectLayout, options: MonitorOptions) -> MonitorTarge
     known = {c.version: c.model_digest for c in (*file.previous, *([file.champion] if file.champion else []))}
     known |= {entry.version: entry.model_digest for entry in entries}
     if options.release is not None:
-        folder = options.release
-        folder = folder if (folder / releases.RECORD).is_file() else folder / "current"
+        folder = options.release / "current"
+        if not (folder / releases.RECORD).is_file():
+            raise SettingsError(
+                f"--release {options.release}: no release here; expected a directory of `ratchet deploy`"
+            )
         release = Release.load(folder / releases.RECORD)
         version, digest = release.version, release.model_digest
-    elif options.version is not None:
+        history = DeploymentDirectory(options.release).read_history()
+        times = [entry.time for entry in history if entry.release == release.name]
+        return MonitorTarget(version, digest, _parse_last(times))
+    if options.version is not None:
         if options.version not in known:
             listed = ", ".join(map(str, sorted(known))) or "none"
             raise ChampionError(f"version {options.version} was never promoted; known: {listed}")
@@ -170,7 +176,11 @@ def _find_target(layout: ProjectLayout, options: MonitorOptions) -> MonitorTarge
     else:
         version, digest = file.champion.version, file.champion.model_digest
     times = [entry.time for entry in entries if entry.version == version and entry.model_digest == digest]
-    return MonitorTarget(version, digest, datetime.fromisoformat(times[-1]).timestamp() if times else None)
+    return MonitorTarget(version, digest, _parse_last(times))
+
+
+def _parse_last(times: Sequence[str]) -> float | None:
+    return datetime.fromisoformat(times[-1]).timestamp() if times else None
 
 
 def _open_session(project: Project, options: MonitorOptions) -> "MonitorSession":
@@ -465,7 +475,7 @@ class MonitorSession:
             if trace.request is None and not is_known:
                 self._request_ids.add(_hash_id(trace.id))
                 self._add_problem(f"trace {trace.id}", trace.problem)
-            elif trace.request is not None and (not is_known or trace.request.score is not None):
+            elif trace.request is not None and not (is_known and trace.request.is_unlabelled):
                 self.count(trace.request)
         self.save()
 
@@ -474,7 +484,7 @@ class MonitorSession:
     def count(self, request: LoggedRequest) -> None:
         """Add a request, or the score of an earlier request, to the tests."""
         self._recognised += 1
-        is_earlier = request.time_s is not None and request.time_s < (self.target.promoted_s or 0.0)
+        is_earlier = request.time_s is not None and request.time_s < (self.target.since_s or 0.0)
         if is_earlier or (request.version is not None and request.version != self.target.version):
             self._counts["earlier"] += 1
             return
@@ -493,7 +503,7 @@ class MonitorSession:
                 answer = request.answer.strip()
                 self._observe("answer length", float(len(answer)), time_s)
                 self._observe("refusals", float(is_refusal(answer)), time_s)
-        elif has_text and request.score is None:
+        elif has_text and request.is_unlabelled:
             self._counts["duplicates"] += 1
         score = self._score(request)
         if score is not None and (key is None or key not in self._scored_ids):
