@@ -183,7 +183,7 @@ def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp
     assert (report.requests, report.unusable) == (3, 5)
     assert [note.split(": ", 1)[1] for note in report.notes[:5]] == [
         "prompt: found a number; expected a text", "not JSON", "found a list; expected an object",
-        "found 1 other fields; expected prompt or messages, answer, or id and score",
+        "found none of the known fields; expected prompt or messages, answer, or id and score",
         "score: found a text; expected a number, true or false",
     ]  # fmt: skip
     assert f"{log}:5" in report.notes[4]

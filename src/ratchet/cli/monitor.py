@@ -82,7 +82,7 @@ def format_monitor(report: "MonitorReport") -> str:
             [("test", "values", "mean", "evaluation", "evidence", "state"), *map(_format_row, report.tests)]
         ),
         f"  an alarm needs evidence of {report.tests[0].threshold:,.0f}; within T requests, the probability of a false "
-        f"alarm is at most {START_SHARE:.0%} + T / {report.requests_per_false_alarm:,}",
+        f"alarm is at most {100 * START_SHARE:g} % + T / {report.requests_per_false_alarm:,}",
     ]  # fmt: skip
     for alarm in report.alarms:
         lines.append(f"ALARM {alarm.describe()}" + (f"; {alarm.action}" if alarm.action else ""))
@@ -103,7 +103,7 @@ def format_monitor(report: "MonitorReport") -> str:
 def _format_row(test: "MonitorTestReport") -> tuple[str, ...]:
     state = "ok"
     if test.alarm is not None:
-        state = f"ALARM since {test.alarm.time or f'number {test.alarm.number:,}'}"
+        state = f"ALARM: changed since {test.alarm.start_time or f'number {test.alarm.start:,}'}"
     elif test.learning:
         state = f"learning, {test.learning} more"
     value = "" if test.value is None else f"{test.value:.4g}"

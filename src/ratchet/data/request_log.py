@@ -81,7 +81,7 @@ def parse_request(record: Any) -> LoggedRequest:
     if score is not None and (not isinstance(score, bool | int | float) or not math.isfinite(score)):
         raise ValueError(f"score: found {_name_type(score)}; expected a number, true or false")
     if prompt is None and reply is None and answer is None and score is None:
-        raise ValueError(f"found {len(record)} other fields; expected prompt or messages, answer, or id and score")
+        raise ValueError("found none of the known fields; expected prompt or messages, answer, or id and score")
     reference = next((record[key] for key in REFERENCE_KEYS if isinstance(record.get(key), str)), None)
     version = record.get("version")
     key = next((record[key] for key in ID_KEYS if isinstance(record.get(key), str | int)), None)
