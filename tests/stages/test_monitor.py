@@ -128,7 +128,9 @@ def test_scores_may_come_later_and_references_are_compared(monitored: Project, t
     write_log(log, [line | {"reference": line["answer"]} for line in first[30:40]], "a")
     report = monitor(monitored, [log])
     assert (result(report, "scores").observed, result(report, "scores").value) == (40, 1.0)
-    assert (report.requests, result(report, "refusals").observed) == (100, 100)
+    assert (report.requests, result(report, "refusals").observed, report.duplicates) == (100, 100, 0)
+    report = monitor(monitored, [write_log(tmp_path / "other.jsonl", first[:5])])
+    assert (report.requests, report.duplicates) == (100, 5)
 
 
 def test_a_small_loss_of_the_scores_is_no_alarm(project: ProjectLayout, tmp_path: Path) -> None:

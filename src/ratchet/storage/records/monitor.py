@@ -142,7 +142,7 @@ class MonitorReset(Record):
 
 
 class MonitorState(SealedRecord):
-    """What was read for a version, and the state of its tests: state.json."""
+    """State of the tests of a version, and how far each log was read: state.json."""
 
     version: int
     model_digest: str
