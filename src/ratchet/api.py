@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from ratchet.stages.promote import PromotionResult
     from ratchet.stages.push import PushResult
     from ratchet.stages.sweep import TrialRequestResult
+    from ratchet.storage.records.monitor import MonitorReport
     from ratchet.storage.records.push import PushKind
     from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
     "Project", "Run", "adopt", "approve", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export",
-    "gate", "generate", "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
+    "gate", "generate", "init", "list_runs", "load_run", "monitor", "prepare", "promote", "push", "rollback", "sweep",
+    "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -299,6 +301,25 @@ def audit(project: Project, version: int | None = None, releases: Sequence[str |
     from ratchet.stages import audit as stage
 
     return stage.audit(project, version, [Path(path) for path in releases])
+
+
+@explained_imports()
+def monitor(project: Project, logs: Sequence[str | Path], version: int | None = None) -> "MonitorReport":
+    """Compare the answers that a server logs with the evaluation of a version. Repeating the call counts no line twice.
+
+    Args:
+        project: the project; section monitor of its settings says what an alarm does.
+        logs: JSON lines, folders of them, or `mlflow:EXPERIMENT`.
+        version: the version; None: the champion.
+
+    Raises:
+        ChampionError: the version was never promoted, or there is no champion yet.
+        DataError: a log is missing or was changed, or the evaluation of the version is not on this machine.
+        LockHeldError: another process monitors this version.
+    """
+    from ratchet.stages import monitor as stage
+
+    return stage.monitor(project, logs, stage.MonitorOptions(version))
 
 
 @explained_imports()

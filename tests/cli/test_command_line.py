@@ -150,7 +150,7 @@ FAILURES = {
     "init": ["--data", "missing.csv", "d"], "base": [], "prepare": [], "distill": [], "train": [],
     "sweep": ["--report"], "evaluate": [], "export": [], "gate": [], "promote": [], "rollback": [], "approve": [],
     "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"], "audit": [],
-    "generate": ["missing.jsonl", "--output", "o.jsonl"],
+    "monitor": ["missing.jsonl"], "generate": ["missing.jsonl", "--output", "o.jsonl"],
     "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],
     "push": ["owner/name"], "submit": ["--attempts", "0"], "work": ["--on-idle", "true"], "queue": ["--retry", "1"],

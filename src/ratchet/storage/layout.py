@@ -97,6 +97,8 @@ class ProjectLayout:
         """SQLite file with the jobs of `ratchet submit`; unused if machine.study_storage is a database."""
         self.pages = shared_experiments / "pages"
         """Reports of `ratchet compare` and `ratchet report`; outside git and DVC."""
+        self.monitor = shared_experiments / "monitor"
+        """State of `ratchet monitor`, with a folder per version; outside git and DVC."""
         self.admission = self.experiments / "admission.json"
         """Result of `ratchet doctor --require` on this machine; outside git and DVC."""
         self.start_adapters = self.experiments / "start_adapters.json"
