@@ -19,6 +19,7 @@ from ratchet.tracking.mlflow.experiments import MlflowStore
 
 LEDGER_TAG = "ratchet.ledger"
 """Tag of the registered model with the id of the run that has the ledger."""
+LEDGER_SUFFIX = ".promotions"
 LINE = "promotion."
 MAX_LINE_CHARACTERS = 6000
 """MLflow's limit of a parameter's value (3.17); it truncates longer values without an error."""
@@ -34,7 +35,7 @@ class SharedLedger:
     @property
     def experiment_name(self) -> str:
         """Name of the experiment with the ledger's run and the files of promoted models."""
-        return f"{self._model_name}.promotions"
+        return f"{self._model_name}{LEDGER_SUFFIX}"
 
     def read(self) -> list[Promotion]:
         """Return all entries, oldest first.
@@ -113,9 +114,11 @@ class SharedLedger:
         """Return the id of the experiment, which is created if it does not exist."""
         from mlflow.exceptions import MlflowException
 
+        if (found := client.get_experiment_by_name(self.experiment_name)) is not None:
+            return str(found.experiment_id)
         try:
             return str(client.create_experiment(self.experiment_name))
-        except MlflowException as error:
+        except MlflowException as error:  # another person may have created it meanwhile
             found = client.get_experiment_by_name(self.experiment_name)
             if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
                 raise
