@@ -66,6 +66,7 @@ def serve(folder: Path, port: int, database: Path, default_permission: str | Non
         "MLFLOW_ARTIFACTS_DESTINATION": (folder / "artifacts").as_uri(),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight more processes
     }
     line = command(address)
     if default_permission is not None:

@@ -124,9 +124,8 @@ class Tenant:
             if any((r["workspace"], r["name"]) == (workspace, ROLE_PREFIX + role) for r in user["roles"])
         ]
         if not members and not current["is_admin"]:
-            raise PermissionRefusedError(
-                f"{self.server}: user {current['username']} has no role in {f'tenant {self.name}' if self.name else 'it'}"
-            )
+            where = f"tenant {self.name} of {self.server}" if self.name else self.server
+            raise PermissionRefusedError(f"user {current['username']} has no role in {where}")
         return sorted(members, key=lambda member: member.user)
 
     def grant(self, user: str, role: Role) -> bool:
@@ -142,7 +141,7 @@ class Tenant:
             self._read_current_user()
             self._require_workspace(client)
             ledger_id = self._create_objects(client)
-            roles = {name: self._ensure_role(name, ledger_id) for name in ROLES}
+            roles = self._ensure_roles(ledger_id)
             is_new = self._ensure_user(user)
             for other in self._list_roles_of(user):
                 if other["name"] != ROLE_PREFIX + role:
@@ -213,26 +212,25 @@ class Tenant:
         self._open_quota(client)
         return ledger.open_experiment(client)
 
-    def _ensure_role(self, role: Role, ledger_id: str) -> int:
-        """Create a role, or add the permissions that it lacks. Return its id."""
-        workspace, name = self.name or DEFAULT_WORKSPACE, ROLE_PREFIX + role
-        found = {r["name"]: r for r in self._call("GET", "roles/list", workspace=workspace)["roles"]}.get(name)
-        if found is None:
-            found = self._call("POST", "roles/create", workspace=workspace, name=name)["role"]
-        known = {
-            (p["resource_type"], p["resource_pattern"]): p
-            for p in self._call("GET", "roles/permissions/list", role_id=found["id"])["role_permissions"]
-        }
-        for (kind, pattern), permission in self._permissions(role, ledger_id).items():
-            if (present := known.get((kind, pattern))) is None:
-                self._call(
-                    "POST", "roles/permissions/add", role_id=found["id"], resource_type=kind, resource_pattern=pattern,
-                    permission=permission,
-                )  # fmt: skip
-            elif present["permission"] != permission:
-                change = {"role_permission_id": present["id"], "permission": permission}
-                self._call("PATCH", "roles/permissions/update", **change)
-        return int(found["id"])
+    def _ensure_roles(self, ledger_id: str) -> dict[Role, int]:
+        """Create roles, or add the permissions that they lack. Return their ids."""
+        workspace, ids = self.name or DEFAULT_WORKSPACE, dict[Role, int]()
+        known = {role["name"]: role for role in self._call("GET", "roles/list", workspace=workspace)["roles"]}
+        for role in ROLES:
+            name = ROLE_PREFIX + role
+            found = known.get(name) or self._call("POST", "roles/create", workspace=workspace, name=name)["role"]
+            ids[role] = int(found["id"])
+            present = {(p["resource_type"], p["resource_pattern"]): p for p in found["permissions"]}
+            for (kind, pattern), permission in self._permissions(role, ledger_id).items():
+                if (old := present.get((kind, pattern))) is None:
+                    self._call(
+                        "POST", "roles/permissions/add", role_id=found["id"], resource_type=kind,
+                        resource_pattern=pattern, permission=permission,
+                    )  # fmt: skip
+                elif old["permission"] != permission:
+                    change = {"role_permission_id": old["id"], "permission": permission}
+                    self._call("PATCH", "roles/permissions/update", **change)
+        return ids
 
     def _permissions(self, role: Role, ledger_id: str) -> dict[tuple[str, str], str]:
         """Return MLflow's permissions of a role, by type and name of the object."""
