@@ -74,7 +74,8 @@ def serve(folder: Path, port: int, database: Path, default_permission: str | Non
         auth = folder / "basic_auth.ini"
         auth.write_text(
             f"[mlflow]\ndefault_permission = {default_permission}\nadmin_username = {ADMIN}\n"
-            f"admin_password = {PASSWORD}\ndatabase_uri = sqlite:///{folder / 'users.db'}\nauth_cache_ttl_seconds = 60\n"
+            f"admin_password = {PASSWORD}\nauth_cache_ttl_seconds = 60\n"
+            f"database_uri = sqlite:///{folder / 'users.db'}\n"
         )
         extra |= {"MLFLOW_AUTH_CONFIG_PATH": str(auth), "MLFLOW_FLASK_SERVER_SECRET_KEY": "of-a-test"}
     with running(line, f"http://{address}/health", folder / "log", extra):
