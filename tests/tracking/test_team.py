@@ -193,6 +193,7 @@ def test_a_trainer_changes_neither_ledger_nor_quota_nor_models(acme: Company) ->
     with user(acme.server, "tom", "acme"):
         client = MlflowClient(acme.server)
         client.set_tag(trained, "note", "a trainer changes runs")
+        client.delete_traces(client.get_run(trained).info.experiment_id, trace_ids=["tr-none"])
         repository = get_artifact_repository(model.artifact_location, tracking_uri=acme.server)
         (acme.folder / "evil").write_text("evil")
         refused = {

@@ -138,7 +138,7 @@ def require_run_quota(project: Project, run_id: str | None = None, new_runs: int
         raise QuotaError(
             f"{_name(tenant)} has {used.runs:,} of {quota.runs:,} trainings on {tenant.server}, and this needs {what}. "
             "An administrator deletes runs on MLflow's page of the experiment, or raises the quota: `ratchet team "
-            "--quota-runs N`. Nothing was created"
+            "--quota-runs N`. No run was created"
         )
     if quota.disk_bytes is not None and used.disk_bytes >= quota.disk_bytes:
         raise QuotaError(_describe_disk(tenant, quota, used.model_bytes, used.replica_bytes))
