@@ -272,7 +272,7 @@ def test_wrong_options_and_servers_are_refused(acme: Company, tmp_path: Path, mo
     refuse("--grant USER and --role ROLE belong together", grant="tom")
     refuse("found '-1'; expected a number of trainings, or none", quota_runs="-1")
     refuse("--quota-disk: found 'much'", quota_disk="much")
-    refuse("has no such user", revoke="nobody")
+    refuse("has no user of this name", revoke="nobody")
     refuse(r"user tom \(status 403\); only an administrator", "tom", quota_runs="5")
     refuse(r"user tom \(status 403\); only an administrator", "tom", grant="tom", role="promoter")
     with monkeypatch.context() as changed:

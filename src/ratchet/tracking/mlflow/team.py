@@ -58,7 +58,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Usage:
-    """What counts against the quota of a tenant."""
+    """Runs and bytes that count against the quota of a tenant."""
 
     runs: int
     """Trainings that are not deleted, in all experiments of the tenant."""
@@ -154,17 +154,18 @@ class Tenant:
                 raise
             return is_new
 
-    def revoke(self, user: str) -> bool:
-        """Take every role of Ratchet from a user. Return whether the user had one. Raises SettingsError without users
-        on the server, or if there is no such user."""
+    def revoke(self, user: str) -> None:
+        """Take every role of Ratchet from a user.
+
+        Raises:
+            SettingsError: the server has no users, or not this one.
+        """
         with self._store.connected():
             self._read_current_user()
             if not self._has_user(user):
-                raise SettingsError(f"--revoke {user}: {self.server} has no such user")
-            roles = list(self._list_roles_of(user))
-            for role in roles:
+                raise SettingsError(f"--revoke {user}: {self.server} has no user of this name")
+            for role in self._list_roles_of(user):
                 self._call("DELETE", "roles/unassign", username=user, role_id=role["id"])
-            return bool(roles)
 
     def _read_current_user(self) -> dict[str, Any]:
         from mlflow.exceptions import MlflowException
