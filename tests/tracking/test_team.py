@@ -450,9 +450,9 @@ def test_a_new_run_above_the_quota_is_refused_and_one_that_exists_is_not(
     layout = tiny_project.prepared(tmp_path / "project", name_model(tiny_project.SETTINGS, "support"))
     capfd.readouterr()
     with user(small.server, "pia", "small"):
-        for command in (["train"], ["submit"]):
-            assert main(["--project", str(layout.root), *command]) == 2
-            message = f"ratchet {command[0]}: quota: tenant small has 1 of 1 trainings on {small.server}"
+        for command, needed in (("train", "one more"), ("submit", "one more"), ("sweep", "20 more")):
+            assert main(["--project", str(layout.root), command]) == 2
+            message = f"{command}: quota: tenant small has 1 of 1 trainings on {small.server}, and this needs {needed}."
             assert message in capfd.readouterr().err
         assert not list(layout.runs.glob("*/journal.jsonl"))
         require_run_quota(small.project("pia"), RUN_ID)
