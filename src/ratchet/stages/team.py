@@ -3,6 +3,7 @@
 Quotas are checked by the commands that create runs and upload models. A server that cannot be asked stops no training.
 """
 
+import threading
 from dataclasses import dataclass
 
 from ratchet.config.units import format_bytes, parse_bytes
@@ -13,7 +14,10 @@ from ratchet.runs.replication.store import RunObjectNames
 from ratchet.stages.project import Project
 from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow.client import MlflowTracker
-from ratchet.tracking.mlflow.team import UNLIMITED, Quota, Role, Tenant
+from ratchet.tracking.mlflow.team import UNLIMITED, Quota, Role, Tenant, Usage
+
+WAIT_S = 15.0
+"""Longest wait for a slow server before a training begins without a check of its quota."""
 
 
 class TeamMember(Record):
@@ -125,14 +129,9 @@ def require_run_quota(project: Project, run_id: str | None = None, new_runs: int
     tenant = Tenant.open(layout, settings)
     if tenant is None or (run_id is not None and RunPaths(layout.runs / run_id).journal.exists()):
         return
-    try:
-        quota = tenant.read_quota()
-        if quota == Quota() or (run_id is not None and _is_known(project, tenant, run_id)):
-            return
-        used = tenant.read_usage()
-    except (TrackingError, ReplicaError) as error:
-        print_message(f"the quota was not checked: {first_line(error)}")
+    if (found := _read_in_time(project, tenant, run_id)) is None:
         return
+    quota, used = found
     if quota.runs is not None and used.runs + new_runs > quota.runs:
         what = "one more" if new_runs == 1 else f"{new_runs:,} more"
         raise QuotaError(
@@ -142,6 +141,32 @@ def require_run_quota(project: Project, run_id: str | None = None, new_runs: int
         )
     if quota.disk_bytes is not None and used.disk_bytes >= quota.disk_bytes:
         raise QuotaError(_describe_disk(tenant, quota, used.model_bytes, used.replica_bytes))
+
+
+def _read_in_time(project: Project, tenant: Tenant, run_id: str | None) -> tuple[Quota, Usage] | None:
+    """Return quota and usage of the tenant. None: there is no quota, the run is not new, or they cannot be read within
+    WAIT_S, which a line reports."""
+    results: list[tuple[Quota, Usage] | None] = []
+    failures: list[Exception] = []
+
+    def read() -> None:
+        try:
+            quota = tenant.read_quota()
+            is_limited = quota != Quota() and not (run_id is not None and _is_known(project, tenant, run_id))
+            results.append((quota, tenant.read_usage()) if is_limited else None)
+        except Exception as error:  # the caller's thread raises or prints it
+            failures.append(error)
+
+    thread = threading.Thread(target=read, name="quota", daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    if results:
+        return results[0]
+    error = failures[0] if failures else TrackingError(f"{tenant.server} has not answered within {WAIT_S:g} s")
+    if not isinstance(error, TrackingError | ReplicaError):
+        raise error
+    print_message(f"the quota was not checked: {first_line(error)}")
+    return None
 
 
 def require_model_quota(project: Project, model_bytes: int) -> None:

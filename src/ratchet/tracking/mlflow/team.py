@@ -17,7 +17,7 @@ with its database and Flask-WTF, and it has no call that lists users.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -134,14 +134,20 @@ class Tenant:
         Every step may be repeated. Return whether the user was created.
 
         Raises:
-            SettingsError: the server has no users, or lets users do more than their role; or there is no password for
-                a new user.
+            SettingsError: registered models are elsewhere; the server has no users, or lets users do more than their
+                role; or there is no password for a new user.
         """
+        addresses = resolve_addresses(self._settings, self._layout.mlflow_database)
+        if addresses.registry != self.server:
+            raise SettingsError(
+                f"{addresses.registry_source}: registered models are not on {self.server}, and roles are of one "
+                "server; unset it"
+            )
         with self._store.connected() as client:
             self._read_current_user()
             self._require_workspace(client)
-            ledger_id = self._create_objects(client)
-            roles = self._ensure_roles(ledger_id)
+            train_id, ledger_id = self._create_objects(client)
+            roles = self._ensure_roles(train_id, ledger_id)
             is_new = self._ensure_user(user)
             for other in self._list_roles_of(user):
                 if other["name"] != ROLE_PREFIX + role:
@@ -203,17 +209,17 @@ class Tenant:
                     raise
                 self._ignore(EXISTING, partial(client.create_workspace, name))
 
-    def _create_objects(self, client: Any) -> str:
-        """Create the project's experiments and registered model. Return the id of the ledger's experiment."""
+    def _create_objects(self, client: Any) -> tuple[str, str]:
+        """Create the project's experiments and registered model. Return the ids of the experiments with its runs and
+        with its ledger."""
         tracker = MlflowTracker.open(self._layout, self._settings)
         experiments.write_views(tracker)
-        self._train_id = tracker.id
         ledger = SharedLedger(self._store, self._settings.promote.model_name)
         ledger.open_run(client)
         self._open_quota(client)
-        return ledger.open_experiment(client)
+        return tracker.id, ledger.open_experiment(client)
 
-    def _ensure_roles(self, ledger_id: str) -> dict[Role, int]:
+    def _ensure_roles(self, train_id: str, ledger_id: str) -> dict[Role, int]:
         """Create roles, or add the permissions that they lack. Return their ids."""
         workspace, ids = self.name or DEFAULT_WORKSPACE, dict[Role, int]()
         known = {role["name"]: role for role in self._call("GET", "roles/list", workspace=workspace)["roles"]}
@@ -222,7 +228,7 @@ class Tenant:
             found = known.get(name) or self._call("POST", "roles/create", workspace=workspace, name=name)["role"]
             ids[role] = int(found["id"])
             present = {(p["resource_type"], p["resource_pattern"]): p for p in found["permissions"]}
-            for (kind, pattern), permission in self._permissions(role, ledger_id).items():
+            for (kind, pattern), permission in self._permissions(role, train_id, ledger_id).items():
                 if (old := present.get((kind, pattern))) is None:
                     self._call(
                         "POST", "roles/permissions/add", role_id=found["id"], resource_type=kind,
@@ -233,11 +239,11 @@ class Tenant:
                     self._call("PATCH", "roles/permissions/update", **change)
         return ids
 
-    def _permissions(self, role: Role, ledger_id: str) -> dict[tuple[str, str], str]:
+    def _permissions(self, role: Role, train_id: str, ledger_id: str) -> dict[tuple[str, str], str]:
         """Return MLflow's permissions of a role, by type and name of the object."""
         permissions = {("experiment", "*"): "READ", ("registered_model", "*"): "READ"}
         if role != "viewer":
-            permissions[("experiment", self._train_id)] = "EDIT"
+            permissions[("experiment", train_id)] = "EDIT"
             permissions[("trace", "*")] = "MANAGE"  # an evaluation replaces the traces of the one before
         if role == "promoter":
             permissions[("experiment", ledger_id)] = "EDIT"
@@ -284,10 +290,12 @@ class Tenant:
 
     def read_quota(self) -> Quota:
         """Return the quota of the tenant."""
+        from mlflow.exceptions import MlflowException
+
         with self._store.connected() as client:
             try:
                 found = client.get_experiment_by_name(QUOTA_EXPERIMENT)
-            except Exception as error:
+            except MlflowException as error:
                 if find_http_status(error) == FORBIDDEN:  # a user without a role in a tenant has no quota either
                     return Quota()
                 raise
@@ -346,7 +354,7 @@ class Tenant:
         response = http_request(get_default_host_creds(self.server), endpoint, method, **content)
         return dict(verify_rest_response(response, endpoint).json())
 
-    def _ignore(self, code: str, call: Any) -> Any:
+    def _ignore(self, code: str, call: Callable[[], Any]) -> Any:
         """Make a call. Return None if MLflow refuses it with this code."""
         from mlflow.exceptions import MlflowException
 
@@ -358,7 +366,7 @@ class Tenant:
             return None
 
 
-def _read_pages(search: Any) -> Iterator[Any]:
+def _read_pages(search: Callable[..., Any]) -> Iterator[Any]:
     """Yield the results of all pages of a search."""
     token = None
     while True:
