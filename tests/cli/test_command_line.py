@@ -154,7 +154,7 @@ FAILURES = {
     "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],
     "push": ["owner/name"], "submit": ["--attempts", "0"], "work": ["--on-idle", "true"], "queue": ["--retry", "1"],
-    "report": ["nothing"], "verify": ["missing"], "reset": ["nothing"], "chaos": ["--faults", "nothing"],
+    "team": [], "report": ["nothing"], "verify": ["missing"], "reset": ["nothing"], "chaos": ["--faults", "nothing"],
 }  # fmt: skip
 """Arguments with which each command fails in an empty project."""
 

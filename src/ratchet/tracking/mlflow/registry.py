@@ -63,7 +63,8 @@ class MlflowModelRegistry:
         self.model_name = model_name
         self.server = server
         self._named_experiment = experiment
-        self._store = MlflowStore(layout, server)
+        roles = f"to read registered model {model_name}, a user needs role viewer, and to change it, role promoter"
+        self._store = MlflowStore(layout, server, needed_roles=roles)
         self.shared = None if server is None else SharedLedger(self._store, model_name)
         """The ledger on the server; None in the project's own store, whose ledger is in the project."""
         if server is not None:

@@ -44,6 +44,7 @@ from ratchet.tracking.mlflow.experiments import (
     JOURNAL_TAG,
     RUN_TAG,
     Experiment,
+    delete_if_allowed,
     log_batch,
     run_tags,
 )
@@ -138,7 +139,7 @@ def _models_by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, 
         if (step := model.tags.get(STEP_TAG)) is None:
             continue  # Ratchet did not create it
         if models.setdefault(int(step), model) is not model:
-            client.delete_logged_model(model.model_id)
+            delete_if_allowed(partial(client.delete_logged_model, model.model_id))
     return models
 
 
