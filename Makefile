@@ -66,7 +66,7 @@ bench: $(VENV)/.peers
 	python benchmarks/everything.py
 
 # Nodes that vanish, slow links, studies of many trials: a quarter of an hour. Their tables are in docs/evidence_scale.md,
-# docs/reliability.md and docs/evidence_compression.md; full modes take 40 minutes and more (without --quick).
+# docs/evidence_reliability.md and docs/evidence_compression.md; full modes take 40 minutes and more (without --quick).
 bench-scale: $(VENV)/.ready
 	bash .ci/postgres
 	failed=0; for name in spot compression sweep_scale; do python benchmarks/$$name.py --quick || failed=1; done; exit $$failed

@@ -1,4 +1,4 @@
-"""Runs the large fault campaign of docs/reliability.md on Ratchet, and on Hugging Face Trainer with equal inputs.
+"""Runs the fault campaign of docs/evidence_reliability.md on Ratchet, and on Hugging Face Trainer with equal inputs.
 
     python benchmarks/chaos.py [--quick] [--seed S] [--json FILE] [--project DIR] [--folder DIR] [--only PART ...]
 
@@ -6,7 +6,7 @@ Parts: `peer` (Trainer with peft under kills, damage, signals, NaN, full disks; 
 inside a save, flipped bits, snapshots), `killed` (one long training with many kills: ledger, metrics, recovery),
 `inside` (resume at every step, the cost of a checkpoint), `campaign` (`ratchet chaos` with a large plan). Every
 schedule is drawn from the seed, which is printed and is in the JSON. The exit code is 0 only if all rows of Ratchet
-meet their targets; rows of the peer are reported, not judged. Rows are named as in docs/reliability.md.
+meet their targets; rows of the peer are reported, not judged. Rows are named as in docs/evidence_reliability.md.
 """
 
 import argparse

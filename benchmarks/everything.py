@@ -81,6 +81,7 @@ BENCHMARKS = (
     Benchmark("chaos", 140, shown="missed", arguments=("--only", "damage", "killed", "campaign")),
     Benchmark("formats", 95, shown="missed"),
     Benchmark("gate_power", 45, shown="missed"),
+    Benchmark("monitor_power", 200, shown="missed", is_quick=False),
     Benchmark("baseline", 2),
 )
 

@@ -241,7 +241,7 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
         ["ratchet.runs.status"],
         ["ratchet.training.worker_main", "ratchet.inference.worker_main"],
         [f"ratchet.{name}" for name in MODULES if re.fullmatch(r"runs\.\w+", name)],
-        [f"ratchet.stages.{name}" for name in ("train", "sweep", "gate", "promote", "push", "generate")],
+        [f"ratchet.stages.{name}" for name in ("train", "sweep", "gate", "promote", "push", "audit", "generate")],
     ],
     ids=["command line", "status", "starts of workers", "runs", "stages"],
 )

@@ -27,19 +27,22 @@ from ratchet.storage.records.sweep import SweepReport
 
 if TYPE_CHECKING:
     from ratchet.stages.approve import ApprovalReport
+    from ratchet.stages.audit import AuditReport
     from ratchet.stages.chat import Chat
     from ratchet.stages.compare import CompareResult
     from ratchet.stages.generate import GenerateResult
     from ratchet.stages.promote import PromotionResult
     from ratchet.stages.push import PushResult
     from ratchet.stages.sweep import TrialRequestResult
+    from ratchet.storage.records.monitor import MonitorReport
     from ratchet.storage.records.push import PushKind
     from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
 
 __all__ = [
-    "Project", "Run", "adopt", "approve", "base", "chat", "compare", "control_trial", "evaluate", "export", "gate",
-    "generate", "init", "list_runs", "load_run", "prepare", "promote", "push", "rollback", "sweep", "train",
+    "Project", "Run", "adopt", "approve", "audit", "base", "chat", "compare", "control_trial", "evaluate", "export",
+    "gate", "generate", "init", "list_runs", "load_run", "monitor", "prepare", "promote", "push", "rollback", "sweep",
+    "train",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -280,6 +283,43 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     from ratchet.stages import promote as stage
 
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
+
+
+@explained_imports()
+def audit(project: Project, version: int | None = None, releases: Sequence[str | Path] = ()) -> "AuditReport":
+    """Check every fact about a promoted version: its data, training, judgement, promotion and deployments.
+
+    Args:
+        project: the project, or a clone of it.
+        version: the registered version; None: the champion.
+        releases: deployment directories to check, in addition to those that the project lists.
+
+    Raises:
+        ChampionError: the version was never promoted.
+        SettingsError: a path in `releases` is not a deployment directory.
+    """
+    from ratchet.stages import audit as stage
+
+    return stage.audit(project, version, [Path(path) for path in releases])
+
+
+@explained_imports()
+def monitor(project: Project, logs: Sequence[str | Path], version: int | None = None) -> "MonitorReport":
+    """Compare the answers that a server logs with the evaluation of a version. Repeating the call counts no line twice.
+
+    Args:
+        project: the project; section monitor of its settings says what an alarm does.
+        logs: JSON lines, folders of them, or `mlflow:EXPERIMENT`.
+        version: the version; None: the champion.
+
+    Raises:
+        ChampionError: the version was never promoted, or there is no champion yet.
+        DataError: a log is missing or was changed, or the evaluation of the version is not on this machine.
+        LockHeldError: another process monitors this version.
+    """
+    from ratchet.stages import monitor as stage
+
+    return stage.monitor(project, logs, stage.MonitorOptions(version))
 
 
 @explained_imports()

@@ -123,6 +123,10 @@ class StorageError(InputError):
     """A directory cannot be written: read-only, full, or no permission."""
 
 
+class QuotaError(InputError):
+    """The tenant's quota has no room for a new run or model; nothing was created."""
+
+
 class ChampionError(InputError):
     """Champion file and model registry disagree, or the champion's files are missing."""
 
@@ -157,6 +161,10 @@ class TrackingServerError(TrackingError):
     """An MLflow server cannot be reached, or refuses the request; the message has its address and the reason."""
 
     exit_code = EXIT_INPUT
+
+
+class PermissionRefusedError(TrackingServerError):
+    """An MLflow server refuses a request to this user; the message has the role that the request needs."""
 
 
 class TrackingSchemaError(TrackingError):

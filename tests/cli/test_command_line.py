@@ -149,12 +149,12 @@ def test_a_traceback_and_the_time_are_shown_on_request_only(
 FAILURES = {
     "init": ["--data", "missing.csv", "d"], "base": [], "prepare": [], "distill": [], "train": [],
     "sweep": ["--report"], "evaluate": [], "export": [], "gate": [], "promote": [], "rollback": [], "approve": [],
-    "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"],
-    "generate": ["missing.jsonl", "--output", "o.jsonl"],
+    "promotions": [], "deploy": ["d"], "adapters": ["d", "a=b"], "keys": ["--revoke", "abc"], "audit": [],
+    "monitor": ["missing.jsonl"], "generate": ["missing.jsonl", "--output", "o.jsonl"],
     "select": ["missing.jsonl", "--output", "o.jsonl"], "label": ["a", "b"], "forecast": ["--memory", "much"],
     "doctor": ["--require", "nothing"], "config": ["nothing"], "status": ["nothing"], "compare": ["a", "b"],
     "push": ["owner/name"], "submit": ["--attempts", "0"], "work": ["--on-idle", "true"], "queue": ["--retry", "1"],
-    "report": ["nothing"], "verify": ["missing"], "reset": ["nothing"], "chaos": ["--faults", "nothing"],
+    "team": [], "report": ["nothing"], "verify": ["missing"], "reset": ["nothing"], "chaos": ["--faults", "nothing"],
 }  # fmt: skip
 """Arguments with which each command fails in an empty project."""
 

@@ -1,5 +1,6 @@
 """The files of deploy/ can be parsed by their tools, and all settings, commands and variables in them exist."""
 
+import configparser
 import os
 import re
 import sqlite3
@@ -9,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import mlflow.environment_variables
 import pytest
 import yaml
 from sqlalchemy import make_url
@@ -120,6 +122,21 @@ def test_composed_addresses_are_services_and_valid_settings() -> None:
     assert served == {"/etc/prometheus/prometheus.yml", "/etc/prometheus/alerts.yml"}
     provider = yaml.safe_load(COMPOSE["configs"]["dashboards"]["content"])["providers"][0]["options"]["path"]
     assert any(use["target"].startswith(provider) for use in COMPOSE["services"]["grafana"]["configs"])
+
+
+def test_the_server_with_users_changes_services_that_exist() -> None:
+    changes = yaml.safe_load(TEXTS["teams.yaml"])
+    assert set(changes["services"]) <= set(COMPOSE["services"])
+    assert (DEPLOY / changes["configs"]["basic_auth"]["file"]).is_file()
+    before, after = COMPOSE["services"]["mlflow"]["entrypoint"], changes["services"]["mlflow"]["entrypoint"]
+    assert after == [*before, "--app-name=basic-auth", "--enable-workspaces"]
+    assert COMPOSE["configs"]["databases"]["content"] in changes["configs"]["databases"]["content"]
+    known = vars(mlflow.environment_variables)
+    given = {name for service in changes["services"].values() for name in service["environment"]}
+    assert [name for name in given if name not in known] == []
+    auth = configparser.ConfigParser()
+    auth.read_string(TEXTS["basic_auth.ini"])
+    assert auth["mlflow"]["default_permission"] == "NO_PERMISSIONS"
 
 
 def test_mlflow_reads_the_variables_that_it_is_given() -> None:

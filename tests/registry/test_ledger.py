@@ -10,7 +10,7 @@ import pytest
 from ratchet.errors import DamagedFileError
 from ratchet.registry import ledger
 from ratchet.storage import digests
-from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
+from ratchet.storage.records.gate import Champion, ChampionFile, Promotion, PromotionApprovals
 
 
 def entry(number: int) -> Promotion:
@@ -115,3 +115,11 @@ def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
             ledger.check_champion(path, found, file)
     ledger.check_champion(path, entries, ChampionFile())  # a new champion file
     ledger.check_champion(path, [], champions(1, None))  # promoted before the ledger existed
+
+
+def test_entries_without_approvals_keep_the_digest_of_earlier_versions() -> None:
+    first = entry(1).model_copy(update={"actor": "ada", "id": "event 1"})
+    assert ledger.entry_digest(first) == "0342a687d8fa49e522056aee2fa23ef5b50e53107549ea7de265c358f0f2716b"
+    assert b"approvals" not in ledger.encode_entry(first)
+    approved = PromotionApprovals(required=1, missing=0, verdict_digest="v" * 64, approvers=())
+    assert ledger.entry_digest(first.model_copy(update={"approvals": approved})) != ledger.entry_digest(first)

@@ -1,5 +1,5 @@
-"""Starts real servers on loopback: MLflow's server on a SQLite file, or another server that answers a URL when it is
-ready."""
+"""Starts real servers on loopback: MLflow's server on a SQLite file, with users if wanted, or another server that
+answers a URL when it is ready."""
 
 import os
 import shutil
@@ -46,11 +46,16 @@ def running(line: list[str], url: str, log: Path, extra: Mapping[str, str]) -> I
         process.wait()
 
 
+ADMIN, PASSWORD = "root", "planted-password-of-users"
+"""The administrator of a server with users, and the password of everyone."""
+
+
 @contextmanager
-def serve(folder: Path, port: int, database: Path) -> Iterator[str]:
+def serve(folder: Path, port: int, database: Path, default_permission: str | None = None) -> Iterator[str]:
     """Run MLflow's server on a copy of `database`, with all of its files in `folder`. Yields the URL of the server.
 
-    The server ends by SIGKILL. If `folder` already has a database, a new server continues with it.
+    The server ends by SIGKILL. If `folder` already has a database, a new server continues with it. With a
+    `default_permission`, the server has users (ADMIN, PASSWORD) and workspaces.
     """
     folder.mkdir(exist_ok=True)
     if not (folder / "mlflow.db").exists():
@@ -61,8 +66,19 @@ def serve(folder: Path, port: int, database: Path) -> Iterator[str]:
         "MLFLOW_ARTIFACTS_DESTINATION": (folder / "artifacts").as_uri(),
         "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight more processes
     }
-    with running(command(address), f"http://{address}/health", folder / "log", extra):
+    line = command(address)
+    if default_permission is not None:
+        line += ["--app-name=basic-auth", "--enable-workspaces"]
+        auth = folder / "basic_auth.ini"
+        auth.write_text(
+            f"[mlflow]\ndefault_permission = {default_permission}\nadmin_username = {ADMIN}\n"
+            f"admin_password = {PASSWORD}\nauth_cache_ttl_seconds = 60\n"
+            f"database_uri = sqlite:///{folder / 'users.db'}\n"
+        )
+        extra |= {"MLFLOW_AUTH_CONFIG_PATH": str(auth), "MLFLOW_FLASK_SERVER_SECRET_KEY": "of-a-test"}
+    with running(line, f"http://{address}/health", folder / "log", extra):
         yield f"http://{address}"
 
 

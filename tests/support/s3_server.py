@@ -1,13 +1,15 @@
 """A real S3 server for tests: the server of moto in its own process on loopback."""
 
 import hashlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -59,6 +61,27 @@ class S3Server:
         name = next(self._names)
         self.client.create_bucket(Bucket=name)
         return name
+
+    def create_user(self, name: str, policy: Mapping[str, Any]) -> dict[str, str]:
+        """Create a user with a policy. Return the environment variables with the user's keys."""
+        import boto3
+
+        iam = boto3.client(
+            "iam", endpoint_url=self.endpoint, aws_access_key_id=KEY_ID, aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )  # fmt: skip
+        iam.create_user(UserName=name)
+        iam.put_user_policy(UserName=name, PolicyName="tenant", PolicyDocument=json.dumps(policy))
+        key = iam.create_access_key(UserName=name)["AccessKey"]
+        own = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+        return {name: value for name, value in self.environment().items() if name != "AWS_SESSION_TOKEN"} | own
+
+    def enforce_policies(self) -> None:
+        """Refuse from now on what no policy allows. Requests with other keys than those of users are refused too."""
+        request = urllib.request.Request(  # noqa: S310 (our own loopback)
+            f"{self.endpoint}/moto-api/reset-auth", b"0", {"Content-Type": "text/plain"}
+        )
+        urllib.request.urlopen(request, timeout=10).close()  # noqa: S310 (our own loopback)
 
     def files(self, bucket: str) -> dict[str, bytes]:
         """Return all objects in a bucket, by key, without those that are removed during the call."""

@@ -27,6 +27,7 @@ from ratchet.registry import keys, ledger, signature
 from ratchet.registry.approvals import verify_approvals
 from ratchet.registry.promotion import PromotionIntent, execute_promotion, new_event_id, utc_now
 from ratchet.stages.approve import approve
+from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, DeployResult, deploy, watch_champion
 from ratchet.stages.generate import generate
 from ratchet.stages.project import Project
@@ -137,6 +138,30 @@ def test_a_team_sees_one_champion_and_each_fetches_it(team: Team, server: str) -
     assert champion.forced is not None
     team.history("bob")
     assert team.files("bob") == team.files("ada"), "the mark of the forced promotion returns in every clone"
+
+
+def test_an_audit_fetches_the_model_and_compares_with_the_server(team: Team, server: str) -> None:
+    team.promote("ada", "a")
+    report = audit(team.project("bob"))
+    assert report.list_facts("contradicted") == []
+    verified = {fact.name: fact.proof for fact in report.list_facts("verified")}
+    assert verified["ledger on the server"] == verified["alias and version"] == server
+    assert {"files", "signature", "decision"} <= verified.keys()
+    files.verify_sealed(team.layouts["bob"].promoted_model(report.model_digest), "model")
+
+    team.history("bob")
+    team.promote("bob", "b", "HOLD")
+    assert "1 of them not fetched yet" in next(
+        fact.text for fact in audit(team.project("ada"), 1).facts if fact.name == "ledger on the server"
+    )
+    layout = team.layouts["ada"]
+    team.history("ada")
+    entries = ledger.read_entries(layout.promotions)
+    changed = entries[-1].model_copy(update={"actor": "eve", "digest": ""})
+    ledger.write_entries(layout.promotions, [entries[0], ledger.chain_entry(entries[:1], changed)])
+    problems = {fact.name: fact.proof for fact in audit(team.project("ada"), 1).list_facts("contradicted")}
+    assert "promotions.jsonl:2: has promote of version 2 by eve" in problems["ledger on the server"]
+    assert "promotions.jsonl" in problems["champion file"]
 
 
 def run_promotion(layout: ProjectLayout, settings: Any, changes: dict[str, str], answers: Any, dies_in: str) -> None:

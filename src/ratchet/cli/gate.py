@@ -1,10 +1,9 @@
 """`ratchet gate`: the DVC stage that decides whether the model may be promoted."""
 
 import argparse
-import re
 from typing import TYPE_CHECKING
 
-from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.cli.output import escape_comment, print_record, print_text, progress_printer
 from ratchet.errors import EXIT_GATE, SettingsError
 from ratchet.stages.project import Project
 
@@ -76,21 +75,14 @@ def format_markdown(verdict: "Verdict") -> str:
         f"{' (already the champion)' if verdict.is_champion else ''}", "",
         "| | rule | metric | result |", "|---|---|---|---|",
         *(
-            f"| {labels[reason.outcome]} | {_escape_markdown(reason.rule)} | {_escape_markdown(reason.metric)} | "
-            f"{_escape_markdown(reason.text)} |"
+            f"| {labels[reason.outcome]} | {escape_comment(reason.rule)} | {escape_comment(reason.metric)} | "
+            f"{escape_comment(reason.text)} |"
             for reason in verdict.reasons
         ),
     ]  # fmt: skip
     if verdict.earlier_decisions:
-        lines += ["", f"Note: {_escape_markdown(describe_changed_rules(verdict))}"]
+        lines += ["", f"Note: {escape_comment(describe_changed_rules(verdict))}"]
     return "\n".join(lines)
-
-
-def _escape_markdown(text: str) -> str:
-    """Escape text for a cell of a table in a comment, where more characters have a meaning than in a file."""
-    from ratchet.registry.deployment.model_card import escape_markdown
-
-    return re.sub("([@#~&])", r"\\\1", escape_markdown(text))
 
 
 def format_noise(noise: "NoiseReport") -> str:

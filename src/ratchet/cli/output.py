@@ -4,6 +4,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,13 @@ def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format aligned rows as text, indented by two spaces."""
     return "\n".join(f"  {line}".rstrip() for line in align_rows(rows))
+
+
+def escape_comment(text: str) -> str:
+    """Escape text for a cell of a table in a comment, where more characters have a meaning than in a file."""
+    from ratchet.registry.deployment.model_card import escape_markdown
+
+    return re.sub("([@#~&])", r"\\\1", escape_markdown(text))
 
 
 def print_text(text: str) -> None:

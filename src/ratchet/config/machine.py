@@ -235,7 +235,7 @@ def _check_metrics_file(value: Any) -> Any:
     return value
 
 
-WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted"]
+WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted", "alarm"]
 
 
 class EndpointSettings(Section):

@@ -12,6 +12,7 @@ from ratchet.config.fields import Section
 from ratchet.config.gate import Gate
 from ratchet.config.generate import Generate
 from ratchet.config.machine import Machine
+from ratchet.config.monitor import Monitor
 from ratchet.config.prepare import Prepare
 from ratchet.config.promote import Promote
 from ratchet.config.select import Select
@@ -29,6 +30,7 @@ class Settings(Section):
     export: Export = Export()
     gate: Gate = Gate()
     promote: Promote = Promote()
+    monitor: Monitor = Monitor()
     sweep: Sweep = Sweep()
     generate: Generate = Generate()
     select: Select = Select()

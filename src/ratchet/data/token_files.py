@@ -22,7 +22,7 @@ from ratchet.config.train import Objective
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import Conversation, EncodedConversation
 from ratchet.data.splits import SPLITS, SplitName
-from ratchet.errors import DataError
+from ratchet.errors import DamagedFileError, DataError, first_line
 from ratchet.storage import digests
 
 if TYPE_CHECKING:
@@ -180,15 +180,53 @@ class SplitFingerprints(NamedTuple):
     """Digest of groups and fields, which only affect how results are grouped."""
 
 
+class SplitHashes:
+    """Digests of rows of all splits that are added in batches."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._lists = tuple(name for name in (*_LISTS, *_REJECTED_LISTS) if name in schema.names)
+        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *self._lists)} for name in SPLITS}
+        self._fields = hashlib.sha256()
+
+    def add(self, split: SplitName, batch: Any) -> None:
+        """Add a record batch."""
+        state = self._states[split]
+        state["id"].update("".join(batch.column("id").to_pylist()).encode())
+        for name in self._lists:
+            state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
+        for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
+            self._fields.update(digests.canonical_json([split, *values]).encode())
+        for name in self._lists[::2]:
+            state["lengths"].update(np.diff(batch.column(name).offsets.to_numpy()).astype("<i8").tobytes())
+
+    def compute(self) -> SplitFingerprints:
+        """Compute the fingerprints of the rows so far."""
+        states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
+        return SplitFingerprints(digests.hash_json(states), self._fields.hexdigest())
+
+
+def fingerprint_splits(data: Path) -> SplitFingerprints:
+    """Compute the fingerprints of prepared rows from their files. Raises DamagedFileError for an unreadable file."""
+    hashes: SplitHashes | None = None
+    for split in SPLITS:
+        path = data / f"{split}.arrow"
+        try:
+            with pa.OSFile(str(path)) as stream, pa.ipc.open_stream(stream) as batches:
+                hashes = hashes or SplitHashes(batches.schema)
+                for batch in batches:
+                    hashes.add(split, batch)
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise DamagedFileError(f"{path}: cannot be read ({first_line(error)}); run `dvc repro prepare`") from None
+    return (hashes or SplitHashes(SCHEMA)).compute()
+
+
 class SplitWriters:
     """Writer of the files of all splits, which also computes their fingerprints."""
 
     def __init__(self, folder: Path, schema: pa.Schema = SCHEMA) -> None:
         self.schema = schema
-        self._lists = tuple(name for name in (*_LISTS, *_REJECTED_LISTS) if name in schema.names)
+        self._hashes = SplitHashes(schema)
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), self.schema) for name in SPLITS}
-        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *self._lists)} for name in SPLITS}
-        self._fields = hashlib.sha256()
         self._rests = dict.fromkeys(SPLITS, self.schema.empty_table())
 
     def write(self, split: SplitName, table: pa.Table, *, is_end: bool = True) -> None:
@@ -197,20 +235,13 @@ class SplitWriters:
         Otherwise the last rows wait for the next ones: those of an incomplete batch, and of the batch before it. Arrow
         pads a batch with up to 64 bytes of what follows it, and equal rows must give equal bytes.
         """
-        state = self._states[split]
         if len(self._rests[split]):
             table = pa.concat_tables([self._rests[split], table]).combine_chunks()
         complete = len(table) if is_end else max(0, len(table) // BATCH_ROWS - 1) * BATCH_ROWS
         self._rests[split] = table.slice(complete)
         for batch in table.slice(0, complete).to_batches(max_chunksize=BATCH_ROWS):
             self._writers[split].write_batch(batch)
-            state["id"].update("".join(batch.column("id").to_pylist()).encode())
-            for name in self._lists:
-                state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
-            for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
-                self._fields.update(digests.canonical_json([split, *values]).encode())
-            for name in self._lists[::2]:
-                state["lengths"].update(np.diff(batch.column(name).offsets.to_numpy()).astype("<i8").tobytes())
+            self._hashes.add(split, batch)
 
     def write_rows(self, split: SplitName, samples: Sequence[PreparedRow]) -> None:
         """Append rows without rejected answers."""
@@ -220,8 +251,7 @@ class SplitWriters:
         """Finish the files and return their fingerprints."""
         for writer in self._writers.values():
             writer.close()
-        states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
-        return SplitFingerprints(digests.hash_json(states), self._fields.hexdigest())
+        return self._hashes.compute()
 
 
 def open_split(data: Path, split: SplitName) -> "datasets.Dataset":

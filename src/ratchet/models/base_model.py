@@ -94,21 +94,31 @@ def locate_before_stage(layout: ProjectLayout, settings: Base) -> tuple[Path, bo
     return None
 
 
+def find_local(layout: ProjectLayout, card: BaseCard) -> Path | None:
+    """Return the directory of the pinned base model, without checking its files; None if it is not on this machine."""
+    path = _own_directory(layout, card)
+    if path is None:
+        return hub.find_cached(card.source, str(card.revision), _download_patterns(card.remote_code))
+    return path if path.is_dir() else None
+
+
 def locate(layout: ProjectLayout, card: BaseCard) -> Path:
     """Return the directory of the pinned base model, without checking its files (`verify_files` does).
 
     Raises BaseModelError if the directory is missing.
     """
+    if (found := find_local(layout, card)) is not None:
+        return found
+    if (path := _own_directory(layout, card)) is None:
+        return _download(card.source, str(card.revision), _download_patterns(card.remote_code))
+    raise BaseModelError(f"{path}: the base model is missing; run `dvc repro base`")
+
+
+def _own_directory(layout: ProjectLayout, card: BaseCard) -> Path | None:
+    """Return the directory of a base that is not in the cache of the hub."""
     if card.source == TINY or card.converted:
-        path = layout.tiny_model
-    elif card.revision is not None:
-        patterns = _download_patterns(card.remote_code)
-        return hub.find_cached(card.source, card.revision, patterns) or _download(card.source, card.revision, patterns)
-    else:
-        path = (layout.root / Path(card.source).expanduser()).resolve()
-    if not path.is_dir():
-        raise BaseModelError(f"{path}: the base model is missing; run `dvc repro base`")
-    return path
+        return layout.tiny_model
+    return (layout.root / Path(card.source).expanduser()).resolve() if card.revision is None else None
 
 
 @dataclass(frozen=True)

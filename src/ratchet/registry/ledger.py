@@ -19,6 +19,9 @@ from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion
 ACTOR_VARIABLE = "RATCHET_ACTOR"
 """Environment variable with the name of the person or service that promotes."""
 
+ACTOR_TAG = "ratchet.actor"
+"""Tag of an MLflow run with the person or service that started the training."""
+
 MAX_REASON_CHARACTERS = 2000
 """Maximum length of a reason, which is also stored in MLflow tags."""
 

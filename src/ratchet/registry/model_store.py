@@ -1,7 +1,7 @@
 """Stores and verifies promoted models: signed and sealed folders with the export, its adapter and its reports.
 
-    hf/  gguf/  bitsandbytes/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]
-    MLmodel ...  model.sig
+    hf/  gguf/  bitsandbytes/  onnx/  adapter/  bundle.json  sbom.json  provenance.json  verdict.json  eval.json
+    [forced.json]  MLmodel ...  model.sig
 
 The folders are not outputs of DVC. A folder's name contains the model's digest. Nothing refers to a folder before the
 promotion, so the folder can be written early. A folder contains no row of the data; the gate's page, which shows rows,
@@ -30,7 +30,7 @@ KIND = "model"
 
 BUNDLE = "bundle.json"
 SBOM = "sbom.json"
-_EVALUATION, _VERDICT = "eval.json", "verdict.json"
+EVALUATION, VERDICT = "eval.json", "verdict.json"
 FORCED = "forced.json"
 """File with the actor and the reason of a forced promotion; the folders of other promotions lack this file."""
 
@@ -115,7 +115,7 @@ def collect_sources(layout: ProjectLayout, bundle: ModelBundle, exported: files.
     ).model_dump(mode="json")
     sources: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
     sources |= {f"adapter/{file}": layout.adapter / file for file in adapter}
-    return sources | {BUNDLE: files.json_bytes(complete_bundle), _VERDICT: verdict, _EVALUATION: evaluation}
+    return sources | {BUNDLE: files.json_bytes(complete_bundle), VERDICT: verdict, EVALUATION: evaluation}
 
 
 def forced_marker(forced: ForcedPromotion | None) -> dict[str, bytes]:
@@ -173,7 +173,7 @@ def require_match(folder: Path, file_digests: Mapping[str, str]) -> None:
         raise DamagedFileError(
             f"{folder / BUNDLE}: model_digest does not match the digests of its formats; run `dvc repro -f export`"
         )
-    expected = {_EVALUATION: bundle.evaluation, _VERDICT: bundle.verdict}
+    expected = {EVALUATION: bundle.evaluation, VERDICT: bundle.verdict}
     if bundle.lineage is not None:
         expected[SBOM] = bundle.lineage.sbom_digest
     for name, sha in expected.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ratchet.config.promote import HookSettings
-from ratchet.errors import ChampionError, DamagedFileError, TrackingError
+from ratchet.errors import ChampionError, DamagedFileError, PermissionRefusedError, TrackingError
 from ratchet.registry import ledger, outbox
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
@@ -152,6 +152,7 @@ def execute_promotion(
 
     Raises:
         ChampionError: another promotion took place meanwhile; nothing happened.
+        PermissionRefusedError: the user has not the role for it; nothing happened.
         TrackingError: MLflow is not available; repeat the command to complete the promotion.
     """
     intent.save(layout.promotion_intent)
@@ -165,7 +166,7 @@ def execute_promotion(
     entry = ledger.chain_entry(ledger.read_entries(layout.promotions), intent.entry(version))
     try:
         registry.commit(entry, intent.alias)
-    except ChampionError:
+    except (ChampionError, PermissionRefusedError):
         remove_intent(layout.promotion_intent)
         raise
     return finish_promotion(layout, registry, intent, version)

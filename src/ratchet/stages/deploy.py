@@ -138,12 +138,32 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
             written.
         TrackingError: the server with the registered models cannot be used.
     """
-    layout, model_name = project.layout, project.settings.promote.model_name
+    layout = project.layout
     registry = MlflowModelRegistry.open(layout, project.settings)
     if options.rollback:
         if options.format is not None or options.version is not None:
             raise SettingsError("--rollback goes to the previous release: leave out --format and --version")
-        return _roll_back(layout, registry, directory)
+        return _record(layout, _roll_back(layout, registry, directory))
+    return _record(layout, _deploy_version(project, registry, directory, options))
+
+
+def _record(layout: ProjectLayout, result: DeployResult) -> DeployResult:
+    """Add the deployment to the project's list. A failure is a warning, because the release is current already."""
+    if not layout.params.exists():  # a machine without the project
+        return result
+    try:
+        releases.record_deployment(layout, result.current.parent, result.deployment)
+    except (DamagedFileError, LockHeldError, OSError) as error:
+        warning = f"not recorded in {layout.deployments}: {error}"
+        return result.model_copy(update={"warnings": (*result.warnings, warning)})
+    return result
+
+
+def _deploy_version(
+    project: Project, registry: MlflowModelRegistry, directory: Path, options: DeployOptions
+) -> DeployResult:
+    """Deploy the champion, or the version of the options; see `deploy`."""
+    layout, model_name = project.layout, registry.model_name
     version, model_digest, event, warning = _choose_version(layout, registry, options.version)
     registry.fetch_model(model_digest)
     promoted = _load_promoted(layout, model_name, version, model_digest)

@@ -63,9 +63,9 @@ rows; a larger margin would accept a clearly worse model. Between the two, the m
 detect."""
 
 KEPT_FROM_DVC = (
-    "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/push", "experiments/queue",
-    "experiments/runs", "experiments/scores", "experiments/sweeps", "experiments/distillation_shards",
-    "experiments/streamed_shards", "mlruns", ".ratchet",
+    "experiments/generations", "experiments/monitor", "experiments/pages", "experiments/profiles", "experiments/push",
+    "experiments/queue", "experiments/runs", "experiments/scores", "experiments/sweeps",
+    "experiments/distillation_shards", "experiments/streamed_shards", "mlruns", ".ratchet",
 )  # fmt: skip
 """Paths that change while stages run, or that must stay on this machine."""
 
@@ -77,7 +77,7 @@ IGNORED = "".join(
     f"/{name}\n"
     for name in (
         ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "distillation_shards",
-        "evaluate", "export", "gate", "generations", "noise", "pages", "profiles", "push", "queue", "sweeps",
+        "evaluate", "export", "gate", "generations", "monitor", "noise", "pages", "profiles", "push", "queue", "sweeps",
         "quantization", "report", "runs", "scores", "start_weights", "streamed_shards", "train",
     )
 )  # fmt: skip

@@ -14,14 +14,16 @@ from pathlib import Path
 
 from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
-from ratchet.errors import DOCUMENTATION, ChampionError, GateError, SettingsError
+from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, signature
+from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
 from ratchet.registry.promotion import UNREGISTERED, PromotionIntent, version_label
+from ratchet.runs.directory import RunPaths
 from ratchet.stages.approve import collect_statements, publish_statement
 from ratchet.stages.project import Project
+from ratchet.stages.team import require_model_quota
 from ratchet.storage import digests, files, html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
@@ -82,6 +84,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         GateError: the verdict is not PROMOTE, is about another model or another champion, or today's rules give another
             verdict; or approvals are missing (then the verdict is now a proposal, which others can approve).
         ChampionError: champion file and registry disagree, or the champion changed meanwhile.
+        QuotaError: the tenant's quota has no room for the files of the model.
         LockHeldError: another promotion is running.
         DataError, DamagedFileError: a stage's output or the ledger is missing or damaged.
         TrackingError: MLflow's database cannot be used.
@@ -130,15 +133,17 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         registered = registry.find_version(bundle.model_digest)
         alias = check_alias(layout, registry, before, target=registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
+        if registered is None:
+            require_model_quota(project, sum(size for _, size in exported.files.values()))
         actor, time = ledger.current_actor(layout.root), promotion.utc_now()
         approved = _check_approvals(project, registry, options, bundle)
         is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn or approved.missing > 0)
-        forced = ForcedPromotion(
-            actor=actor, reason=reason or "", decision=verdict.decision, missing_approvals=approved.missing
-        )
         champion = Champion(
             version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
-            run_id=bundle.run_id, forced=forced if is_forced else None,
+            run_id=bundle.run_id,
+            forced=ForcedPromotion(
+                actor=actor, reason=reason or "", decision=verdict.decision, missing_approvals=approved.missing
+            ) if is_forced else None,
         )  # fmt: skip
         intent = PromotionIntent(
             id=promotion.new_event_id(), time=time, action="promote", actor=actor, project=layout.root.name,
@@ -285,7 +290,11 @@ def recover_interrupted(layout: ProjectLayout, registry: MlflowModelRegistry) ->
     """
     text = promotion.recover_interrupted(layout, lambda intent: _open_registry(intent, registry))
     notes = [text] if text else []
-    if (entry := registry.complete_newest()) is not None:
+    try:
+        entry = registry.complete_newest()
+    except PermissionRefusedError as error:
+        return [*notes, f"the newest promotion is not complete on {registry.where}, and this user cannot: {error}"]
+    if entry is not None:
         notes.append(
             f"the {entry.action} of version {entry.version} by {entry.actor}, {entry.time}, was not complete on "
             f"{registry.where}: completed"
@@ -337,6 +346,9 @@ def _store_model(
     evaluation = report if report.adapter_digest == bundle.adapter_digest else None
     extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
     extra_files |= {**model_store.forced_marker(forced), **approved.files}
+    if RunPaths(layout.runs / bundle.run_id).journal.is_file():
+        tags = MlflowModelRegistry.open(layout, settings).read_run_tags(bundle.run_id)
+        extra_files |= provenance.build_provenance(layout, bundle, tags)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
     if (record := approved.record) is not None:
         folder = layout.promoted_model(bundle.model_digest)
@@ -460,7 +472,7 @@ def _check_approvals(
             f"repeat `ratchet promote`{listed}"
         )
     if not options.dry_run:
-        for approval in counted:  # those from the server; git then has them beside the ledger
+        for approval in counted:  # those from the server; git then has them together with the ledger
             approvals.save_statement(layout, approval)
     record = PromotionApprovals(
         required=required, missing=missing, verdict_digest=verdict_digest,

@@ -12,6 +12,7 @@ from ratchet.redaction import SETTING_PREFIX, redact
 from ratchet.registry.ledger import current_actor
 from ratchet.runs.job_queue import Job, JobQueue, JobRequest, JobState, Stage
 from ratchet.stages.project import Project
+from ratchet.stages.team import require_run_quota
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 
@@ -65,6 +66,7 @@ def submit(
 
     Raises:
         SettingsError: a value is not valid, train.init_adapter is `champion`, or git has no such commit.
+        QuotaError: the tenant's quota has no room for a run.
         StorageError: the database cannot be used.
     """
     for name in overrides or {}:
@@ -88,6 +90,7 @@ def submit(
             f"{INIT_ADAPTER}: found {CHAMPION}, which may change between two attempts of a job; set the RunId of the "
             "promoted model (experiments/champion.json)"
         )
+    require_run_quota(project)
     request = JobRequest(
         params=params_file.dump(settings),
         changes=redact(

@@ -25,6 +25,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.signals import StopSignal
 from ratchet.stages.project import Project, ignore_progress, require_tracked_settings
+from ratchet.stages.team import require_run_quota
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -274,6 +275,9 @@ class _SweepCommand:
             self._on_progress(f"the sweep had stopped: {cause}; resuming")
         if not self._session.store.trials():
             self._report_estimate()
+        begun = final_round.count_trials(self._session.store.trials()[self._session.store.carried :])
+        if (missing := self._settings.sweep.trials - begun) > 0:
+            require_run_quota(Project.from_parts(self._layout, self._settings), new_runs=missing)
         pool = self._create_pool()
         status: Status = "FAILED"
         with ExitStack() as stack:

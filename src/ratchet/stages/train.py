@@ -20,6 +20,7 @@ from ratchet.runs.log import print_message
 from ratchet.runs.replication_protocol import ReplicatorProtocol
 from ratchet.runs.supervisor import supervise
 from ratchet.stages.project import Project, require_extras
+from ratchet.stages.team import require_run_quota
 from ratchet.storage import files
 from ratchet.storage.digests import code_version
 from ratchet.storage.layout import ProjectLayout
@@ -72,11 +73,13 @@ def train(
         MissingLibraryError: this stage or a later one needs an optional library that is not installed.
         LockHeldError: another process trains this run, or runs this stage.
         DataError, SettingsError: see `pin_champion`.
+        QuotaError: the run is new, and the tenant's quota has no room.
         InterruptedRunError, InputError, RunFailedError, ReplicaError: see `supervise`.
     """
     layout, settings = project.layout, pin_champion(project.layout, project.settings)
     require_extras(settings)
     launch, spec = build_launch(layout, settings), build_run_spec(layout, settings)
+    require_run_quota(project, spec.run_id)
     is_output = pipeline is None or _is_run_of(layout, pipeline.settings, spec)
     with project.lock("train") if is_output else nullcontext():
         run = _open_run(layout, spec)

@@ -6,6 +6,7 @@ A path is a sealed directory, a run, a deployment directory or a whole project.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,8 +168,10 @@ def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]
             return
     if manifest.kind in SIGNED_KINDS:
         yield _verify_signature(path, manifest.kind, known_digests, trust)
-    if manifest.kind == model_store.KIND and trust.key is None and (keyring := trust.keyring(path)) is not None:
-        yield from map(partial(_describe_approval, path), approvals.verify_approvals(path, keyring))
+    if manifest.kind == model_store.KIND and trust.key is None:
+        with suppress(DamagedFileError):  # a damaged keyring, which the finding about the signature reports
+            if (keyring := trust.keyring(path)) is not None:
+                yield from map(partial(_describe_approval, path), approvals.verify_approvals(path, keyring))
 
 
 def _verify_signature(path: Path, kind: str, known_digests: Mapping[str, str], trust: SignatureTrust) -> VerifyFinding:

@@ -27,6 +27,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ from ratchet.registry.promotion import utc_now
 from ratchet.registry.signature import SIGNATURE
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
+from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.progress import count_bytes
-from ratchet.storage.records.base import Record, to_json_line
+from ratchet.storage.records.base import Record, read_lines, to_json_line, write_lines
 from ratchet.storage.records.export import ExportArtifact, ModelBundle
 from ratchet.storage.records.gate import ForcedPromotion
 
@@ -281,6 +283,33 @@ class Deployment(Record):
     """The forced promotion of the model; None: not forced."""
     damage: str | None = None
     """Damage of the release that was current before the deployment."""
+
+
+class RecordedDeployment(Record):
+    """A line of experiments/deployments.jsonl, so that the project names its deployment directories."""
+
+    directory: Path
+    host: str
+    deployment: Deployment
+
+
+def read_recorded_deployments(layout: ProjectLayout) -> list[RecordedDeployment]:
+    """Read the deployments from a project, oldest first. Raises DamagedFileError for an invalid line."""
+    path = layout.deployments
+    try:
+        return [RecordedDeployment.model_validate(row) for row in read_lines(path)] if path.exists() else []
+    except ValueError as error:
+        text = " ".join(str(error).splitlines()[:2])
+        raise DamagedFileError(f"{path}: not a list of deployments ({text}); restore it from git") from None
+
+
+def record_deployment(layout: ProjectLayout, directory: Path, deployment: Deployment) -> None:
+    """Add a deployment to the project's list, unless the list has it. Raises the errors of the list and of its disk."""
+    line = RecordedDeployment(directory=directory, host=socket.gethostname(), deployment=deployment)
+    with FileLock(layout.stage_lock("deployments"), f"{layout.deployments}").acquire(wait_s=LOCK_WAIT_S):
+        earlier = read_recorded_deployments(layout)
+        if line not in earlier:
+            write_lines(layout.deployments, [one.model_dump(mode="json") for one in (*earlier, line)])
 
 
 @dataclass(frozen=True)

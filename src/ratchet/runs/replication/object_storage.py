@@ -111,7 +111,7 @@ def _scrub(text: str) -> str:
 def _find_code(error: BaseException) -> str:
     """Return the most exact name of an error: the service's code, its HTTP status, the name of the errno, or empty."""
     text = str(error)
-    for pattern in (r"<Code>([^<]+)</Code>", r"status code: (\d{3})"):
+    for pattern in (r"<Code>([^<]+)</Code>", r"\(code: (\w+)\)", r"status code: (\d{3})"):
         if match := re.search(pattern, text):
             return match[1]
     if isinstance(error, OSError) and error.errno:

@@ -27,7 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratchet.errors import LockHeldError, TrackingError, TrackingSchemaError, TrackingServerError
+from ratchet.errors import (
+    LockHeldError,
+    PermissionRefusedError,
+    TrackingError,
+    TrackingSchemaError,
+    TrackingServerError,
+)
 from ratchet.http_client import describe_error
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
@@ -49,8 +55,10 @@ minutes."""
 HTTP_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """Maximum retries, and timeout of a request in seconds, unless the environment sets them. They are lower than MLflow's
 defaults (7 and 120), because callbacks send failed data again anyway."""
-REFUSALS = (401, 403)
-"""Statuses with which a server, or the proxy in front of it, refuses user, password or token."""
+UNAUTHENTICATED, FORBIDDEN = 401, 403
+"""Statuses with which a server, or the proxy in front of it, refuses the password or token, and the user's role."""
+USER, WORKSPACE = "MLFLOW_TRACKING_USERNAME", "MLFLOW_WORKSPACE"
+"""Environment variables that MLflow's client reads."""
 SETTLE_S = 2.0
 """Assumed upper bound of the time in which a machine queries a server for a run, does not find it, and creates it."""
 LOCK_WAIT_S = 120.0
@@ -78,9 +86,12 @@ at the same moment: 12 % of the first attempts collide, and no second attempt.""
 class MlflowStore:
     """A server, or the project's database, which is created at the first use."""
 
-    def __init__(self, layout: ProjectLayout, server: str | None = None, advice: str = "") -> None:
+    def __init__(
+        self, layout: ProjectLayout, server: str | None = None, advice: str = "", needed_roles: str = ""
+    ) -> None:
         self.layout = layout
         self.server = server
+        self._needed_roles = needed_roles
         self._advice = f"fix the cause, then run the command again{advice}"
         self._client: Any = None
 
@@ -119,10 +130,18 @@ class MlflowStore:
 
     def _error(self, error: Exception) -> TrackingError:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if self.server is not None and (status := _http_status(error)) in REFUSALS:
+        status = None if self.server is None else find_http_status(error)
+        if status == UNAUTHENTICATED:
             return TrackingServerError(
                 f"MLflow ({self.where}): the server refused the access (status {status}); check MLFLOW_TRACKING_TOKEN, "
-                "or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                f"or {USER} and MLFLOW_TRACKING_PASSWORD"
+            )
+        if status == FORBIDDEN:
+            user, workspace = os.environ.get(USER), os.environ.get(WORKSPACE)
+            return PermissionRefusedError(
+                f"MLflow ({self.where}{f', workspace {workspace}' if workspace else ''}): the server refused the "
+                f"access to {f'user {user}' if user else 'this user'} (status {status}); {self._needed_roles}. An "
+                f"administrator gives roles: `ratchet team --grant {user or 'USER'} --role ROLE`"
             )
         kind = TrackingError if self.server is None else TrackingServerError
         return kind(f"MLflow ({self.where}): {cause}; {self._advice}")
@@ -133,7 +152,7 @@ class MlflowStore:
         return self.server or str(self.layout.mlflow_database)
 
 
-def _http_status(error: Exception) -> int | None:
+def find_http_status(error: Exception) -> int | None:
     """Return the status with which the server answered, if the error has one."""
     if (response := getattr(error.__cause__ or error, "response", None)) is not None:
         return int(response.status_code)
@@ -250,7 +269,8 @@ class Experiment:
     def __init__(self, layout: ProjectLayout, name: str, server: str | None = None) -> None:
         self.layout = layout
         self.name = name
-        self.store = MlflowStore(layout, server, "; it sends what a run lacks from its journal")
+        roles = f"to read experiment {name}, a user needs role viewer, and to log runs there, role trainer"
+        self.store = MlflowStore(layout, server, "; it sends what a run lacks from its journal", roles)
         self._id = ""
 
     @contextmanager
@@ -306,8 +326,12 @@ class Experiment:
             if self.store.server is not None and time.monotonic() - queried_s > SETTLE_S:
                 client.set_tag(created.info.run_id, LATE_TAG, "true")
             self.store.settle()
-            if (first := self.find(run_id)).info.run_id != created.info.run_id:
-                client.delete_run(created.info.run_id)
+            extra = created.info.run_id
+            if (first := self.find(run_id)).info.run_id == extra:
+                return first
+            if not delete_if_allowed(partial(client.delete_run, extra)):
+                client.delete_tag(extra, RUN_TAG)
+                client.set_terminated(extra, "KILLED")
             return first
 
     def call_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -369,6 +393,19 @@ def repeat_on_collision(call: Callable[[], Any]) -> None:
             is_collision = any(word in str(error) for word in ("IntegrityError", "UniqueViolation"))
             if attempt == MAX_COLLISIONS or not is_collision:
                 raise
+
+
+def delete_if_allowed(call: Callable[[], Any]) -> bool:
+    """Delete an extra object. Return False if the server refuses that, because role trainer does not include it."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        call()
+    except MlflowException as error:
+        if find_http_status(error) != FORBIDDEN:
+            raise
+        return False
+    return True
 
 
 def _precedence(run: Any) -> tuple[bool, int, str]:

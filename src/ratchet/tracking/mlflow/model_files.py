@@ -19,6 +19,8 @@ from ratchet.storage.files import MANIFEST, Manifest
 IMMUTABLE = ("hf", "gguf", "bitsandbytes", "onnx", "adapter")
 """Folders whose content the model's digest determines. Their files need not be sent again after an interruption."""
 DIGEST_TAG = "ratchet.model_digest"
+BYTES_TAG = "ratchet.bytes"
+"""Tag of a logged model with the size of all its files, also of those that are not uploaded yet."""
 
 
 def upload_model(client: Any, server: str, experiment_id: str, model_digest: str, folder: Path, name: str) -> str:
@@ -35,9 +37,10 @@ def upload_model(client: Any, server: str, experiment_id: str, model_digest: str
     query = f"tags.`{DIGEST_TAG}` = '{model_digest}'"
     order = [{"field_name": "creation_timestamp", "ascending": True}]
     found = client.search_logged_models([experiment_id], filter_string=query, order_by=order)
-    model = found[0] if found else client.create_logged_model(experiment_id, name, tags={DIGEST_TAG: model_digest})
-    repository = _open_repository(model.artifact_location, server)
     manifest = files.read_manifest(folder)
+    tags = {DIGEST_TAG: model_digest, BYTES_TAG: str(sum(size for _, size in manifest.files.values()))}
+    model = found[0] if found else client.create_logged_model(experiment_id, name, tags=tags)
+    repository = _open_repository(model.artifact_location, server)
     stored = _read_remote_manifest(repository)
     if stored is None or stored.files != manifest.files:
         present = _list_sizes(repository) if stored is None else {}

@@ -63,7 +63,8 @@ class MlflowModelRegistry:
         self.model_name = model_name
         self.server = server
         self._named_experiment = experiment
-        self._store = MlflowStore(layout, server)
+        roles = f"to read registered model {model_name}, a user needs role viewer, and to change it, role promoter"
+        self._store = MlflowStore(layout, server, needed_roles=roles)
         self.shared = None if server is None else SharedLedger(self._store, model_name)
         """The ledger on the server; None in the project's own store, whose ledger is in the project."""
         if server is not None:
@@ -302,6 +303,14 @@ class MlflowModelRegistry:
             token = page.token
             if not token:
                 return versions
+
+    def read_run_tags(self, run_id: str) -> dict[str, str]:
+        """Return the tags of the MLflow run of Ratchet's run id; empty if there is none in this store."""
+        if not self.exists:
+            return {}
+        with self._store.connected() as client:
+            mlflow_id = self._mlflow_run(client, run_id)
+            return {} if mlflow_id is None else dict(client.get_run(mlflow_id).data.tags)
 
     def _mlflow_run(self, client: Any, run_id: str) -> str | None:
         experiment = client.get_experiment_by_name(self._experiment)

@@ -20,6 +20,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError
+from ratchet.registry.ledger import ACTOR_TAG, current_actor
 from ratchet.runs import status as run_status
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -43,6 +44,7 @@ from ratchet.tracking.mlflow.experiments import (
     JOURNAL_TAG,
     RUN_TAG,
     Experiment,
+    delete_if_allowed,
     log_batch,
     run_tags,
 )
@@ -137,7 +139,7 @@ def _models_by_step(experiment: Experiment, client: Any, run: Any) -> dict[int, 
         if (step := model.tags.get(STEP_TAG)) is None:
             continue  # Ratchet did not create it
         if models.setdefault(int(step), model) is not model:
-            client.delete_logged_model(model.model_id)
+            delete_if_allowed(partial(client.delete_logged_model, model.model_id))
     return models
 
 
@@ -400,7 +402,8 @@ class MlflowRunCallback:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # the current checkout belongs to attempts of this process only
-            tags |= digests.revision_tags(self._experiment.layout.root) | {HOST_TAG: socket.gethostname()}
+            root = self._experiment.layout.root
+            tags |= digests.revision_tags(root) | {HOST_TAG: socket.gethostname(), ACTOR_TAG: current_actor(root)}
         return tags
 
     def _log_artifacts(self, client: Any) -> None:

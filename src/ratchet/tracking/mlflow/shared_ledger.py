@@ -26,6 +26,7 @@ from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
 
 LEDGER_TAG = "ratchet.ledger"
 """Tag of the registered model with the id of the run that has the ledger."""
+LEDGER_SUFFIX = ".promotions"
 LINE = "promotion."
 APPROVAL = "approval."
 """Parameter `approval.VERDICT.SHA256.N`: part N of a text about the verdict with this digest."""
@@ -43,7 +44,7 @@ class SharedLedger:
     @property
     def experiment_name(self) -> str:
         """Name of the experiment with the ledger's run and the files of promoted models."""
-        return f"{self._model_name}.promotions"
+        return f"{self._model_name}{LEDGER_SUFFIX}"
 
     def read(self) -> list[Promotion]:
         """Return all entries, oldest first.
@@ -151,9 +152,11 @@ class SharedLedger:
         """Return the id of the experiment, which is created if it does not exist."""
         from mlflow.exceptions import MlflowException
 
+        if (found := client.get_experiment_by_name(self.experiment_name)) is not None:
+            return str(found.experiment_id)
         try:
             return str(client.create_experiment(self.experiment_name))
-        except MlflowException as error:
+        except MlflowException as error:  # another person may have created it meanwhile
             found = client.get_experiment_by_name(self.experiment_name)
             if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
                 raise

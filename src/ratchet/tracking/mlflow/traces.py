@@ -11,19 +11,24 @@ client below the provider is used (MLflow 3.17, mlflow/tracing/client.py).
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from ratchet.data.request_log import LoggedRequest, parse_request
+from ratchet.errors import DataError
 from ratchet.redaction import redact
 from ratchet.storage import digests
-from ratchet.tracking.mlflow.experiments import Experiment
+from ratchet.tracking.mlflow.experiments import Experiment, MlflowStore
 
 ANSWERS_TAG = "ratchet.answers_digest"
 """Digest of the answers whose traces are complete."""
 ANSWER = "answer"
 PREVIEW_CHARACTERS = 1000
+LABEL_WINDOW_MS = 7 * 24 * 3600 * 1000
+"""Traces are read again for this long, because people assess answers later."""
+TRACES_PER_PAGE = 100
 
 
 @dataclass(frozen=True)
@@ -154,3 +159,61 @@ def _assess(trace_id: str, answer: EvaluatedAnswer, time_ms: int) -> list[Any]:
 def _hash(*parts: str) -> str:
     """Return 32 hex digits."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class LoggedTrace:
+    """A trace of a request to a deployed model."""
+
+    id: str
+    time_ms: int
+    """Unix time of the request in milliseconds."""
+    request: LoggedRequest | None
+    problem: str = ""
+    """Reason why the trace is no request."""
+
+
+def read_requests(store: MlflowStore, experiment: str, metric: str | None, since_ms: int) -> Iterator[LoggedTrace]:
+    """Yield the complete traces of an experiment, the oldest first, from LABEL_WINDOW_MS before `since_ms` on.
+
+    An assessment of the name `metric`, or `score`, is the score; `expected_response` is the right answer.
+
+    Raises:
+        DataError: MLflow has no experiment of this name.
+        TrackingError: MLflow cannot be read.
+    """
+    with store.connected() as client:
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            raise DataError(f"mlflow:{experiment}: {store.where} has no experiment of this name")
+        token = None
+        while True:
+            page = client.search_traces(
+                locations=[found.experiment_id],
+                filter_string=f"trace.timestamp_ms >= {max(0, since_ms - LABEL_WINDOW_MS)}",
+                order_by=["timestamp_ms ASC"], max_results=TRACES_PER_PAGE, page_token=token,
+            )  # fmt: skip
+            for trace in page:
+                if trace.info.state != "IN_PROGRESS":
+                    yield _read_trace(trace, metric)
+            token = page.token
+            if not token:
+                return
+
+
+def _read_trace(trace: Any, metric: str | None) -> LoggedTrace:
+    info = trace.info
+    root = next((span for span in trace.data.spans if span.parent_id is None), None)
+    if root is None:
+        return LoggedTrace(info.trace_id, info.request_time, None, "the trace has no span")
+    inputs = root.inputs if isinstance(root.inputs, Mapping) else {"prompt": root.inputs}
+    record = {"request": inputs, "response": root.outputs, "id": info.trace_id, "time": info.request_time}
+    for assessment in info.assessments:
+        if assessment.name in (metric, "score"):
+            record["score"] = assessment.value
+        elif assessment.name == "expected_response":
+            record["reference"] = assessment.value
+    try:
+        return LoggedTrace(info.trace_id, info.request_time, parse_request(record))
+    except ValueError as error:
+        return LoggedTrace(info.trace_id, info.request_time, None, str(error))
