@@ -283,7 +283,8 @@ class Tenant:
                 raise SettingsError(
                     f"{user} would have {answer['permission']} on {kind} {name}, more than role {role} ({expected}): "
                     "set default_permission = NO_PERMISSIONS in the server's configuration of basic-auth, and check "
-                    f"the other roles of {user} on MLflow's page of users ({DOCUMENTATION}, page teams). The role was not given"
+                    f"the other roles of {user} on MLflow's page of users ({DOCUMENTATION}, page "
+                    "teams). The role was not given"
                 )
 
     # --------------------------------------------------------------------------------------------------------- quotas
