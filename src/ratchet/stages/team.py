@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from ratchet.config.units import format_bytes, parse_bytes
-from ratchet.errors import QuotaError, ReplicaError, SettingsError, TrackingError, first_line
+from ratchet.errors import DOCUMENTATION, QuotaError, ReplicaError, SettingsError, TrackingError, first_line
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.log import print_message
 from ratchet.runs.replication.store import RunObjectNames
@@ -82,7 +82,7 @@ def team(project: Project, options: TeamOptions = TeamOptions()) -> TeamReport:
     if tenant is None:
         raise SettingsError(
             "machine.tracking_uri: runs are logged to the project's own store, which has no users; set it, or "
-            "MLFLOW_TRACKING_URI, to a server (docs/teams.md)"
+            f"MLFLOW_TRACKING_URI, to a server with users ({DOCUMENTATION}, page teams)"
         )
     quota = _parse_quota(options)
     created_user = None

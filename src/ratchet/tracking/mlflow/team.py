@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from ratchet.config.mlflow_environment import resolve_addresses
 from ratchet.config.settings import Settings
-from ratchet.errors import PermissionRefusedError, SettingsError
+from ratchet.errors import DOCUMENTATION, PermissionRefusedError, SettingsError
 from ratchet.runs.replication.remote_status import resolve_replica
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow import experiments
@@ -185,7 +185,7 @@ class Tenant:
                 raise
             raise SettingsError(
                 f"{self.server} has no users and roles; start it with `mlflow server --app-name basic-auth` "
-                "(docs/teams.md)"
+                f"({DOCUMENTATION}, page teams)"
             ) from None
 
     def _require_workspace(self, client: Any) -> None:
@@ -197,7 +197,7 @@ class Tenant:
             if self._call("GET", "server-info").get("workspaces_enabled"):
                 raise SettingsError(
                     f"{self.server} has workspaces: set {WORKSPACE} to the name of the tenant, which is not "
-                    f"{DEFAULT_WORKSPACE} (docs/teams.md)"
+                    f"{DEFAULT_WORKSPACE} ({DOCUMENTATION}, page teams)"
                 )
             return
         name = self.name
@@ -283,7 +283,8 @@ class Tenant:
                 raise SettingsError(
                     f"{user} would have {answer['permission']} on {kind} {name}, more than role {role} ({expected}): "
                     "set default_permission = NO_PERMISSIONS in the server's configuration of basic-auth, and check "
-                    f"the other roles of {user} on MLflow's page of users (docs/teams.md). The role was not given"
+                    f"the other roles of {user} on MLflow's page of users ({DOCUMENTATION}, page "
+                    "teams). The role was not given"
                 )
 
     # --------------------------------------------------------------------------------------------------------- quotas
