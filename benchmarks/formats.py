@@ -1,4 +1,4 @@
-"""Measures the matrix of docs/formats.md (architecture x format x runtime): each file is written, loaded and compared.
+"""Measures the matrix of docs/evidence_formats.md: each file (architecture x format) is written, loaded and compared.
 
 The models are tiny and random, and use transformers' real classes. The spread of the weights is large, so that
 distributions are far from uniform. The benchmark compares every position of some rows with transformers in float32 on
@@ -187,7 +187,7 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--quick", action="store_true", help="fewer architectures and types")
     asked.add_argument("--json", type=Path)
-    asked.add_argument("--markdown", type=Path, help="write the table of docs/formats.md")
+    asked.add_argument("--markdown", type=Path, help="write the table of docs/evidence_formats.md")
     options = asked.parse_args()
     torch.set_num_threads(1)
     found = []
