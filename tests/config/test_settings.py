@@ -104,7 +104,7 @@ def test_a_setting_outside_its_section_is_named_with_it(text: str, hint: str) ->
 
 def test_the_message_for_a_key_unlike_any_known_one_lists_the_known_ones() -> None:
     assert refusal("promote:\n  zzzzzz: 1\n") == (
-        "params.yaml:2: promote.zzzzzz: unknown setting; known: model_name, signing, hooks"
+        "params.yaml:2: promote.zzzzzz: unknown setting; known: model_name, approvals, signing, hooks"
     )
 
 
