@@ -1,6 +1,7 @@
 """Computes the losses of training, and checks that a model keeps packed rows separate.
 
-The losses are the negative log-likelihood of answer tokens, and the distillation loss with its gradient.
+The losses are the negative log-likelihood of answer tokens, and the distillation loss with its gradient. The
+caller divides their sum by the answer tokens of the whole step, so micro-batches and ranks do not change the mean.
 """
 
 import inspect
