@@ -5,14 +5,15 @@
 1. An equal model that claims to be better: how often it is rejected, and how often promoted.
 2. A model that is worse by exactly the margin: how often it is promoted.
 3. Shares of PROMOTE, HOLD and REJECT by true difference and number of samples, compared with two common rules: "not
-   below the champion" (a threshold at the champion's score), and "intervals of two standard errors overlap" (the usual
-   reading of results of lm-eval, which reports a separate error for each model).
+   below the champion" (which is also what MLflow's MetricThreshold with a baseline decides), and "intervals of two
+   standard errors overlap" (the usual reading of results of lm-eval, which reports a separate error for each model).
 
 Every error rate may be at most 5 % plus three standard errors of the simulation. Seeds are fixed. --quick draws 300
 cases instead of 2,000; --picture draws STEM.svg and STEM.png.
 """
 
 import argparse
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import numpy as np
 from gate_looks import all_rows
 from gate_picture import Shares
 from gate_worlds import Draw, answers, conversations, decide, improve, keep, nats, of_answers, rarely, sampled, skewed
+from mlflow.models import EvaluationResult, MetricThreshold
+from mlflow.models.evaluation.validation import ModelValidationFailedException, validate_evaluation_results
 from report import finish
 from report_rows import Row, at_most, told
 
@@ -142,6 +145,7 @@ def peers(cases: int) -> Iterator[Row]:
             drawn = [answers(stream, RAW_N, -loss, ACCURACY, discordance) for _ in range(cases)]
             text = f"{what}, n={RAW_N}, {discordance:.0%} differ"
             yield told(f"promoted by 'not below the champion': {text}", sum(map(not_below, drawn)) / cases)
+            yield told(f"promoted by MLflow's MetricThreshold: {text}", sum(map(passes_mlflow, drawn)) / cases)
             yield told(f"promoted where intervals overlap: {text}", sum(map(overlaps, drawn)) / cases)
             ours = sum(decide([pairs], keep(RAW_LOSS)) == "PROMOTE" for pairs in drawn)
             yield told(f"promoted by the gate, margin {RAW_LOSS:g}: {text}", ours / cases)
@@ -150,6 +154,20 @@ def peers(cases: int) -> Iterator[Row]:
 def not_below(pairs: PairedScores) -> bool:
     """Raw rule: the candidate's score is at least the champion's."""
     return sum(pairs.new) >= sum(pairs.old)
+
+
+def passes_mlflow(pairs: PairedScores) -> bool:
+    """MLflow's validation with the champion as baseline, which has no rule about samples or their noise."""
+    candidate, champion = (
+        EvaluationResult({"accuracy": sum(scores) / len(scores)}, {}) for scores in (pairs.new, pairs.old)
+    )
+    logging.getLogger("mlflow.models.evaluation.validation").setLevel(logging.WARNING)  # two lines for each case
+    thresholds = {"accuracy": MetricThreshold(min_relative_change=0.0, greater_is_better=True)}
+    try:
+        validate_evaluation_results(thresholds, candidate, champion)
+    except ModelValidationFailedException:
+        return False
+    return True
 
 
 def overlaps(pairs: PairedScores) -> bool:
