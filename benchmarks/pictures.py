@@ -56,6 +56,8 @@ OVER = 3
 """Number of finished trials of the sweep when its board is shown."""
 PATIENCE_S = 300.0
 UI_SIZE = (1440, 800)
+AUDIT_SIZE = (120, 110)
+"""Columns and lines of the terminal in which the page of an audit is shown."""
 SETTLE_S = 3.0
 """Seconds that a page of MLflow needs to draw everything."""
 DISMISS = """[...document.querySelectorAll('button')].filter(one => one.textContent === 'Exit shared view')
@@ -94,6 +96,7 @@ def main() -> int:
         if not studio.layout.params.exists():
             studio.train()
         studio.pages()
+        studio.audit()
         studio.mlflow()
         pictures_generation.take(drawn, scratch, options.target.resolve())
     pictures = sorted(options.target.glob("*.png"))
@@ -218,6 +221,14 @@ class Studio:
             for dark in (False, True) if part == "curves" else (False,):
                 target = self._target / f"{name}{'-dark' if dark else ''}.png"
                 pictures_pages.shoot(self._browser, page.as_uri(), part, target, dark)
+
+    def audit(self) -> None:
+        """Take a screenshot of an audit of the promoted model."""
+        say("audit")
+        self._ratchet("promote", "--force", "--reason", "its audit is shown")
+        with screen(self._scratch, ["ratchet", "audit"], self.layout.root, AUDIT_SIZE) as terminal:
+            terminal.end()
+            self._terminal(terminal, "audit")
 
     def mlflow(self) -> None:
         """Take screenshots of MLflow's UI: the runs, the curves of one run, the sweep."""

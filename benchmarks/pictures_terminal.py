@@ -79,7 +79,7 @@ class Screen:
 
     def page(self, target: Path, lines: int | None = None) -> None:
         """Write the terminal's content as an HTML file: at most this many lines, without empty ones at the end."""
-        raw = self._tmux("capture-pane", "-e", "-p").rstrip("\n").split("\n")
+        raw = self._tmux("capture-pane", "-e", "-p").partition("Pane is dead")[0].rstrip("\n").split("\n")
         target.write_text(page(raw[:lines], self._command), encoding="utf-8")
 
     def close(self) -> None:
