@@ -205,12 +205,12 @@ def _choose_verdict(
     """
     candidates: dict[str, tuple[str, bool]] = {}
     names: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for statement in collected.statements:
         if (content := statement.predicate.verdict) is None or statement.predicate.model_name != model_name:
             continue
         if statement.problem is not None:
-            if prefix is not None and statement.verdict_digest.startswith(prefix):
-                raise SettingsError(f"{prefix}: the proposal does not count: {statement.problem}")
+            rejected[statement.verdict_digest] = statement.problem
             continue
         candidates[statement.verdict_digest] = content, False
         names[statement.verdict_digest] = f"proposed by {statement.label}"
@@ -224,6 +224,10 @@ def _choose_verdict(
         matching = open_ones or {d: c for d, c in candidates.items() if c[1]}
     else:
         matching = {d: c for d, c in candidates.items() if d.startswith(prefix.lower()) and len(prefix) >= MIN_DIGITS}
+        # A proposal that does not count hides neither the own verdict nor the same proposal by another person.
+        found_rejected = [p for d, p in rejected.items() if d.startswith(prefix.lower()) and len(prefix) >= MIN_DIGITS]
+        if found_rejected and not matching:
+            raise SettingsError(f"{prefix}: the proposal does not count: {found_rejected[0]}")
     if len(matching) == 1:
         [(digest, (text, is_own))] = matching.items()
         _parse(text)
