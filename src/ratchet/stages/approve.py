@@ -97,7 +97,7 @@ def publish_statement(
     verdict_text: str,
     is_proposal: bool,
 ) -> tuple[SignedStatement, Path, bool]:
-    """Sign a proposal or approval unless there is one, and store it in this checkout and on the server.
+    """Sign a proposal or approval unless there is one, and store it on the server and in this checkout.
 
     After an interruption, the next call stores what is missing.
 
@@ -118,10 +118,9 @@ def publish_statement(
         )
         text = approvals.sign_statement(signer, verdict_digest, predicate)
         [statement] = approvals.read_statements({signer.name: text}, keys.read_keyring(layout.keyring), None)[0]
-    path = approvals.save_statement(layout, statement)
-    if registry.shared is not None:
+    if registry.shared is not None:  # first, so that a refusal by the server leaves no signed file to commit
         registry.shared.add_approval(verdict_digest, statement.text)
-    return statement, path, is_new
+    return statement, approvals.save_statement(layout, statement), is_new
 
 
 def approve(project: Project, verdict: str | None = None) -> ApprovalReport:
@@ -238,7 +237,9 @@ def _choose_verdict(
             "`ratchet promote`, run by the person who wants to promote, makes one; in git, pull its commit"
         )
     listed = "".join(f"\n  {d[:12]}  {names[d]}" for d in matching or candidates)
-    found = "found several verdicts" if prefix is None else f"VERDICT: found {prefix!r}, which names no single verdict"
+    found = "found several verdicts" if matching else "found no verdict that can be approved now"
+    if prefix is not None:
+        found = f"VERDICT: found {prefix!r}, which names no single verdict"
     raise SettingsError(f"{found}; name one with `ratchet approve VERDICT`:{listed}")
 
 
