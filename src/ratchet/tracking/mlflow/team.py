@@ -44,7 +44,7 @@ QUOTA_EXPERIMENT = "ratchet.quota"
 RUNS_TAG, DISK_TAG = "ratchet.quota_runs", "ratchet.quota_bytes"
 UNLIMITED = "none"
 MAX_DIGITS = 18
-"""Number of digits of a size or a limit; longer texts are no numbers that somebody meant."""
+"""Number of digits of a size or a limit; a longer text is not a number that was meant."""
 DEFAULT_WORKSPACE = "default"
 """The workspace of objects without a workspace. MLflow keeps its artifacts at the root, above those of all others."""
 NOT_FOUND, MISSING, EXISTING = 404, "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
