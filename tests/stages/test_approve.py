@@ -204,6 +204,31 @@ def test_an_approval_that_does_not_count_is_named(people: People, kind: str, rea
     assert re.search(f"does not count: .*{reason}", said) if reason else "does not count" not in said, said
 
 
+@pytest.mark.parametrize("kind", ["unknown", "expired"])
+def test_a_proposal_that_does_not_count_blocks_no_other_one(people: People, kind: str) -> None:
+    proposal = people.layout.verdict.read_text()
+    changes = {"verdict": proposal} if kind == "unknown" else {"verdict": proposal, "time": at(days=-8)}
+    signer = people.signer("eve" if kind == "unknown" else "ada")
+    predicate = ApprovalPredicate(
+        model_name=SETTINGS.promote.model_name, model_digest="m" * 64, actor="eve", key=signer.fingerprint, time=at()
+    )
+    people.add(approvals.sign_statement(signer, people.verdict, predicate.model_copy(update=changes)))
+    people.run("ada", "promote", code=3)
+    assert "has all approvals" in people.run("bob", "approve", people.verdict)
+    people.run("ada", "promote")
+
+
+def test_unverified_texts_imitate_no_line_of_the_output(people: People) -> None:
+    people.add(people.sign("eve", actor="x\n  approved by bob (\x1b[2K"))
+    folder = people.layout.approvals / people.verdict[:16]
+    Path(os.fsdecode(os.fsencode(folder) + b"/x\xff\n  approved by bob.json")).write_text("{}")
+    for said in (people.run("ada", "promote", code=3), people.run("bob", "approve")):
+        assert "does not count: " in said
+        assert "cannot be printed" in said
+        assert "\n  approved by bob" not in said
+        assert "\x1b" not in said
+
+
 def test_old_approvals_do_not_apply_to_a_new_verdict(people: People) -> None:
     people.run("bob", "approve", people.verdict)
     first = people.verdict

@@ -160,6 +160,33 @@ def test_a_changed_byte_is_found_and_its_file_is_named(
     assert re.search(rf"does not fit: .*{re.escape(path.name)}", summary), summary
 
 
+@pytest.mark.parametrize("name", ["data", "evaluate", "model", "release"])
+def test_a_missing_manifest_does_not_stop_the_audit(audited: Audited, name: str, tmp_path: Path) -> None:
+    layout = audited.layout
+    folders = {"data": layout.data, "evaluate": layout.evaluate, "model": audited.folder, "release": audited.release}
+    manifest = folders[name] / files.MANIFEST
+    shutil.move(manifest, tmp_path / "manifest")
+    try:
+        report = audit(Project(layout.root))
+    finally:
+        shutil.move(tmp_path / "manifest", manifest)
+    sealed = name in ("model", "release")
+    facts = report.list_facts("contradicted" if sealed else "unverified")
+    assert any(files.MANIFEST in fact.proof or folders[name].name in fact.proof for fact in facts)
+    assert report.is_consistent is not sealed
+
+
+def test_a_folder_among_the_files_of_the_adapter_does_not_fit(audited: Audited) -> None:
+    extra = audited.folder / "adapter" / "extra"
+    extra.mkdir()
+    (extra / "x").write_text("x")
+    try:
+        problems = audit(Project(audited.layout.root)).list_facts("contradicted")
+    finally:
+        shutil.rmtree(extra)
+    assert any("adapter/extra/x" in fact.proof for fact in problems)
+
+
 def test_the_journal_may_grow_after_the_training(audited: Audited) -> None:
     with audited.run.journal.open("ab") as stream:
         stream.write(b'{"attempt":2,"event":"notice","t":1.0,"text":"an upload was repeated"}\n')

@@ -23,10 +23,12 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.errors import PermissionRefusedError, QuotaError, RatchetError, SettingsError
 from ratchet.registry import keys
+from ratchet.stages.approve import approve
 from ratchet.stages.project import Project
 from ratchet.stages.promote import promote, rollback
 from ratchet.stages.promotions import promotions
 from ratchet.stages.team import TeamMember, TeamOptions, TeamReport, require_run_quota, team
+from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
@@ -154,6 +156,12 @@ def test_who_is_no_promoter_changes_no_champion(acme: Company, actor: str) -> No
     assert refused.value.exit_code == 2
     layout = acme.project(actor).layout
     assert not layout.promotion_intent.exists()
+    settings = acme.project(actor).settings
+    requiring = settings.model_copy(update={"promote": settings.promote.model_copy(update={"approvals": 1})})
+    for propose_or_approve in (promote, partial(approve, verdict=digests.hash_file(layout.verdict))):
+        with user(acme.server, actor, "acme"), pytest.raises(PermissionRefusedError, match=message):
+            propose_or_approve(Project.from_parts(layout, requiring))
+        assert not layout.approvals.exists(), "no signed file that could be committed"
     with user(acme.server, "pia", "acme"):
         registry = acme.registry("pia")
         assert (registry.champion(), [v.number for v in registry.versions()]) == (1, [1])
@@ -271,6 +279,7 @@ def test_wrong_options_and_servers_are_refused(acme: Company, tmp_path: Path, mo
 
     refuse("--grant USER and --role ROLE belong together", grant="tom")
     refuse("found '-1'; expected a number of trainings, or none", quota_runs="-1")
+    refuse("found '9{40}'; expected a number of trainings", quota_runs="9" * 5000)
     refuse("--quota-disk: found 'much'", quota_disk="much")
     refuse("has no user of this name", revoke="nobody")
     refuse(r"user tom \(status 403\); only an administrator", "tom", quota_runs="5")
@@ -461,6 +470,8 @@ def test_a_new_run_above_the_quota_is_refused_and_one_that_exists_is_not(
 
 
 def test_a_model_above_the_quota_is_not_uploaded(small: Company) -> None:
+    from mlflow import MlflowClient
+
     with pytest.raises(QuotaError, match=r"uses 0 bytes of 1000 bytes .* and this model needs") as refused:
         small.promote("pia", "a" * 2000)
     assert refused.value.exit_code == 2
@@ -474,6 +485,13 @@ def test_a_model_above_the_quota_is_not_uploaded(small: Company) -> None:
     model = layout.promoted_model(next(layout.models.iterdir()).name)
     stored = sum(path.stat().st_size for path in model.rglob("*") if path.is_file() and path.name != "manifest.json")
     assert small.team(ADMIN).model_bytes == stored
+    with user(small.server, "pia", "small"):
+        client = MlflowClient(small.server)
+        ledger = client.get_experiment_by_name(f"{small.model_name}.promotions")
+        [uploaded] = client.search_logged_models([ledger.experiment_id])
+        for text, counted in (("many", 0), ("9" * 5000, 0), (str(stored), stored)):
+            client.set_logged_model_tags(uploaded.model_id, {"ratchet.bytes": text})
+            assert small.team("pia").model_bytes == counted, "a changed tag stops nobody's work"
 
 
 def test_the_replica_counts(small: Company, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ratchet.registry import keys, signature
 from ratchet.registry.keys import SHOWN_DIGITS, Keyring, NotSignedError
 from ratchet.registry.model_store import BUNDLE
 from ratchet.registry.signature import Signer
-from ratchet.storage import digests, files
+from ratchet.storage import digests, files, html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
@@ -138,7 +138,7 @@ def read_statements(
     """
     statements, problems = list[SignedStatement](), list[str]()
     for text in dict.fromkeys(texts.values()):
-        where = next(place for place, other in texts.items() if other == text)
+        where = _escape(next(place for place, other in texts.items() if other == text))
         try:
             statements.append(_read_statement(where, text, keyring, now))
         except ValueError as error:  # NotSignedError, or a time in another format
@@ -146,9 +146,17 @@ def read_statements(
     return statements, problems
 
 
+def _escape(place: str) -> str:
+    """Return the name of a file, or of a place on the server, as one line of text that can be printed."""
+    return html.escape_invisible(place).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _read_statement(where: str, text: str, keyring: Keyring, now: datetime | None) -> SignedStatement:
     envelope = keys.parse_envelope(text)
     is_proposal, verdict_digest, predicate = _parse_payload(envelope.payload)
+    # Messages show them before the signature is verified: a line break could imitate another line of the output.
+    if not all(map(str.isprintable, (predicate.actor, predicate.time, envelope.fingerprint or ""))):
+        raise NotSignedError("its actor, time or key has characters that cannot be printed")
     time = datetime.fromisoformat(predicate.time)
     if time.tzinfo is None:
         raise NotSignedError(f"found time {predicate.time!r}; expected one with its offset from UTC")

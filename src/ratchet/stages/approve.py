@@ -97,7 +97,7 @@ def publish_statement(
     verdict_text: str,
     is_proposal: bool,
 ) -> tuple[SignedStatement, Path, bool]:
-    """Sign a proposal or approval unless there is one, and store it in this checkout and on the server.
+    """Sign a proposal or approval unless there is one, and store it on the server and in this checkout.
 
     After an interruption, the next call stores what is missing.
 
@@ -118,10 +118,9 @@ def publish_statement(
         )
         text = approvals.sign_statement(signer, verdict_digest, predicate)
         [statement] = approvals.read_statements({signer.name: text}, keys.read_keyring(layout.keyring), None)[0]
-    path = approvals.save_statement(layout, statement)
-    if registry.shared is not None:
+    if registry.shared is not None:  # first, so that a refusal by the server leaves no signed file to commit
         registry.shared.add_approval(verdict_digest, statement.text)
-    return statement, path, is_new
+    return statement, approvals.save_statement(layout, statement), is_new
 
 
 def approve(project: Project, verdict: str | None = None) -> ApprovalReport:
@@ -205,12 +204,12 @@ def _choose_verdict(
     """
     candidates: dict[str, tuple[str, bool]] = {}
     names: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     for statement in collected.statements:
         if (content := statement.predicate.verdict) is None or statement.predicate.model_name != model_name:
             continue
         if statement.problem is not None:
-            if prefix is not None and statement.verdict_digest.startswith(prefix):
-                raise SettingsError(f"{prefix}: the proposal does not count: {statement.problem}")
+            rejected[statement.verdict_digest] = statement.problem
             continue
         candidates[statement.verdict_digest] = content, False
         names[statement.verdict_digest] = f"proposed by {statement.label}"
@@ -224,6 +223,10 @@ def _choose_verdict(
         matching = open_ones or {d: c for d, c in candidates.items() if c[1]}
     else:
         matching = {d: c for d, c in candidates.items() if d.startswith(prefix.lower()) and len(prefix) >= MIN_DIGITS}
+        # A proposal that does not count hides neither the own verdict nor the same proposal by another person.
+        found_rejected = [p for d, p in rejected.items() if d.startswith(prefix.lower()) and len(prefix) >= MIN_DIGITS]
+        if found_rejected and not matching:
+            raise SettingsError(f"{prefix}: the proposal does not count: {found_rejected[0]}")
     if len(matching) == 1:
         [(digest, (text, is_own))] = matching.items()
         _parse(text)
@@ -234,7 +237,9 @@ def _choose_verdict(
             "`ratchet promote`, run by the person who wants to promote, makes one; in git, pull its commit"
         )
     listed = "".join(f"\n  {d[:12]}  {names[d]}" for d in matching or candidates)
-    found = "found several verdicts" if prefix is None else f"VERDICT: found {prefix!r}, which names no single verdict"
+    found = "found several verdicts" if matching else "found no verdict that can be approved now"
+    if prefix is not None:
+        found = f"VERDICT: found {prefix!r}, which names no single verdict"
     raise SettingsError(f"{found}; name one with `ratchet approve VERDICT`:{listed}")
 
 

@@ -198,6 +198,15 @@ class _Auditor:
             where = self._show(finding.path)
             self._contradicted(name, finding.status, f"{where}: {finding.text.replace(str(finding.path), where)}")
 
+    def _verify(self, path: Path, report: Callable[[str, str, str], None] | None = None) -> tuple[VerifyFinding, ...]:
+        """Verify a folder as `ratchet verify` does. If it has nothing that can be verified, such as a manifest, report
+        that (default: as not verifiable), and return nothing."""
+        try:
+            return tuple(verify([path], project=self.layout.root).findings)
+        except SettingsError as error:
+            (report or self._unverified)(self._show(path), "not checked", self._shorten_paths(str(error)))
+            return ()
+
     @contextmanager
     def _report_damage(self, name: str, text: str = "cannot be read") -> Iterator[None]:
         """Turn the error of a damaged file into a fact that does not fit."""
@@ -359,7 +368,7 @@ class _Auditor:
         if not folder.is_dir():
             self._unverified("files and signature", "not checked", self._missing_folder)
             return
-        findings = verify([folder], project=self.layout.root).findings
+        findings = self._verify(folder, self._contradicted)
         with suppress_invalid():
             self.manifest = files.read_manifest(folder)
         count = len(self.manifest.files) if self.manifest is not None else 0
@@ -459,7 +468,9 @@ class _Auditor:
         if not path.is_dir():
             self._unverified("prepared rows", digest[:SHORT], f"{shown} is not on this machine")
             return False
-        [finding] = verify([path], project=self.layout.root).findings
+        if not (findings := self._verify(path)):
+            return False
+        [finding] = findings
         if finding.status != "ok":
             self._add_finding(finding, "prepared rows", "")
             return False
@@ -551,7 +562,7 @@ class _Auditor:
     def _check_adapter(self, bundle: ModelBundle) -> None:
         """Compute the digest of the adapter's files, and compare it with those in the records."""
         adapter = self._folder / "adapter"
-        names = sorted(path.name for path in adapter.iterdir()) if adapter.is_dir() else []
+        names = _list_files(adapter)
         values: dict[str, object] = {
             "the ledger": self.champion.adapter_digest,
             "bundle.json": bundle.adapter_digest,
@@ -571,15 +582,16 @@ class _Auditor:
     def _check_run(self, bundle: ModelBundle) -> None:
         """Check journal, spec, checkpoints and result of the run, and state what the journal says."""
         run, signed = RunPaths(self.layout.runs / bundle.run_id), self.signed.training
-        if not run.root.is_dir():
-            self._unverified("run directory", bundle.run_id, f"{self._show(run.root)} is not on this machine")
+        findings = self._verify(run.root) if run.root.is_dir() else ()
+        if not findings:
+            if not run.root.is_dir():
+                self._unverified("run directory", bundle.run_id, f"{self._show(run.root)} is not on this machine")
             if signed is None:
                 reason = f"the journal is not on this machine, and {provenance.PROVENANCE} does not have its facts"
                 self._unverified("who, where, when", "unknown", reason)
             else:
                 self._describe_training(signed, self._state, provenance.PROVENANCE)
             return
-        findings = verify([run.root], project=self.layout.root).findings
         for finding in findings:
             if finding.status != "ok" or finding.kind in ("spec", "result"):
                 texts = {"spec": f"its digest is the run id {bundle.run_id}", "result": "sealed, every byte"}
@@ -606,8 +618,8 @@ class _Auditor:
         """Compare the adapter in the result of the run with the promoted one."""
         adapter = run.result / "adapter"
         if adapter.is_dir():
-            names = sorted(path.name for path in adapter.iterdir())
-            values = {self._show(adapter): digests.hash_tree(adapter, names), "bundle.json": bundle.adapter_digest}
+            found = digests.hash_tree(adapter, _list_files(adapter))
+            values = {self._show(adapter): found, "bundle.json": bundle.adapter_digest}
             self._compare("result", f"its adapter is {bundle.adapter_digest[:SHORT]}", self._show(adapter), values)
 
     def _read_tags(self, run_id: str) -> dict[str, str]:
@@ -724,7 +736,9 @@ class _Auditor:
         if not evaluation.is_file():
             self._unverified(name, verdict.decision, f"{self._show(layout.evaluate)} is not on this machine")
             return
-        [finding] = verify([layout.evaluate], project=layout.root).findings
+        if not (findings := self._verify(layout.evaluate)):
+            return
+        [finding] = findings
         if finding.status != "ok":
             self._add_finding(finding, "evaluation, rows", "")
             return
@@ -925,7 +939,7 @@ class _Auditor:
         folders = sorted(path for path in directory.releases.glob(f"{prefix}*") if path.is_dir())
         for folder in folders:
             state = "current" if folder == current else "not current"
-            for finding in verify([folder], project=self.layout.root).findings:
+            for finding in self._verify(folder, self._contradicted):
                 text = f"{finding.text}, each file is a signed one" if finding.kind == "signature" else "every byte"
                 self._add_finding(finding, f"release, {state}", text)
             with suppress_invalid():
@@ -987,6 +1001,11 @@ def _summarize(verdict: Verdict) -> tuple[Any, ...]:
 
 def _find_model(champions: Iterable[Champion | None], model_digest: str | None) -> Champion | None:
     return next((one for one in champions if one is not None and one.model_digest == model_digest), None)
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder; empty if there is none. Verification reports folders in it."""
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
 def _shorten(value: object) -> str:

@@ -14,7 +14,7 @@ from ratchet.runs.replication.store import RunObjectNames
 from ratchet.stages.project import Project
 from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow.client import MlflowTracker
-from ratchet.tracking.mlflow.team import UNLIMITED, Quota, Role, Tenant, Usage
+from ratchet.tracking.mlflow.team import MAX_DIGITS, UNLIMITED, Quota, Role, Tenant, Usage
 
 WAIT_S = 15.0
 """Longest wait for a slow server before a training begins without a check of its quota."""
@@ -107,8 +107,8 @@ def _parse_quota(options: TeamOptions) -> dict[str, int | None]:
     """Return the limits that the options change."""
     quota: dict[str, int | None] = {}
     if (text := options.quota_runs) is not None:
-        if text != UNLIMITED and not text.isdecimal():
-            raise SettingsError(f"--quota-runs: found {text!r}; expected a number of trainings, or {UNLIMITED}")
+        if text != UNLIMITED and not (text.isdecimal() and len(text) <= MAX_DIGITS):
+            raise SettingsError(f"--quota-runs: found {text[:40]!r}; expected a number of trainings, or {UNLIMITED}")
         quota["runs"] = None if text == UNLIMITED else int(text)
     if (text := options.quota_disk) is not None:
         quota["disk"] = None if text == UNLIMITED else parse_bytes(text, "--quota-disk")

@@ -43,6 +43,8 @@ PASSWORD = "RATCHET_USER_PASSWORD"  # noqa: S105 (the name of a variable)
 QUOTA_EXPERIMENT = "ratchet.quota"
 RUNS_TAG, DISK_TAG = "ratchet.quota_runs", "ratchet.quota_bytes"
 UNLIMITED = "none"
+MAX_DIGITS = 18
+"""Number of digits of a size or a limit; a longer text is not a number that was meant."""
 DEFAULT_WORKSPACE = "default"
 """The workspace of objects without a workspace. MLflow keeps its artifacts at the root, above those of all others."""
 NOT_FOUND, MISSING, EXISTING = 404, "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
@@ -330,7 +332,8 @@ class Tenant:
             runs = sum(1 for _ in _read_pages(partial(client.search_runs, list(names), f"tags.`{RUN_TAG}` != ''")))
             ledgers = [number for number, name in names.items() if name.endswith(LEDGER_SUFFIX)]
             models = _read_pages(partial(client.search_logged_models, ledgers)) if ledgers else ()
-            model_bytes = sum(int(model.tags.get(BYTES_TAG, 0)) for model in models)
+            sizes = (model.tags.get(BYTES_TAG, "") for model in models)  # a promoter may have changed them
+            model_bytes = sum(int(size) for size in sizes if size.isdecimal() and len(size) <= MAX_DIGITS)
         return Usage(runs, model_bytes, sum(self.read_replica().values()))
 
     def read_replica(self) -> dict[str, int]:
