@@ -46,6 +46,7 @@ PLAIN = LoggedRequest(prompt="Hello?", answer="Hi!")
         ({"id": "a", "score": 0.25, "time": "2026-01-01T01:00:00+01:00"}, LoggedRequest("a", 1767225600.0, score=0.25)),
         ({"prompt": "Hello?", "time": 1767225600123}, LoggedRequest(time_s=1767225600.123, prompt="Hello?")),
         ({"prompt": "Hello?", "version": 3}, LoggedRequest(version=3, prompt="Hello?")),
+        ({"prompt": "Hello?", "version": "3"}, LoggedRequest(version=3, prompt="Hello?")),
     ],
 )  # fmt: skip
 def test_forms_of_requests(record: dict[str, Any], expected: LoggedRequest) -> None:
@@ -65,6 +66,11 @@ def test_forms_of_requests(record: dict[str, Any], expected: LoggedRequest) -> N
         ({"prompt": "private", "score": "private"}, "score: found a text"),
         ({"prompt": "private", "score": float("nan")}, "score: found a number"),
         ({"prompt": "private", "time": "private"}, "time: expected Unix seconds or ISO 8601"),
+        ({"prompt": "private", "time": 10**400}, "time: expected Unix seconds or ISO 8601"),
+        ({"prompt": "private", "score": 10**400}, "score: found a number"),
+        ({"messages": [{"role": "user", "content": {"private": 1}}]}, "messages: content is an object"),
+        ({"messages": [{"role": "user", "content": [{"text": None}]}]}, "messages: content is a list"),
+        ({"response": {"message": {"content": 5}}}, "answer: content is a number"),
     ],
 )
 def test_what_is_no_request_is_explained_without_quoting_it(record: Any, problem: str) -> None:

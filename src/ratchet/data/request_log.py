@@ -78,12 +78,14 @@ def parse_request(record: Any) -> LoggedRequest:
     if reply is not None:
         answer = _read_answer(reply)
     score = record.get("score")
-    if score is not None and (not isinstance(score, bool | int | float) or not math.isfinite(score)):
+    if score is not None and not _is_finite(score):
         raise ValueError(f"score: found {_name_type(score)}; expected a number, true or false")
     if prompt is None and reply is None and answer is None and score is None:
         raise ValueError("found none of the known fields; expected prompt or messages, answer, or id and score")
     reference = next((record[key] for key in REFERENCE_KEYS if isinstance(record.get(key), str)), None)
     version = record.get("version")
+    if isinstance(version, str) and version.isdecimal():
+        version = int(version)
     key = next((record[key] for key in ID_KEYS if isinstance(record.get(key), str | int)), None)
     if key is None and isinstance(reply, Mapping):
         key = reply.get("id")
@@ -94,7 +96,7 @@ def parse_request(record: Any) -> LoggedRequest:
         time = reply.get("created")
     return LoggedRequest(
         id=None if key is None else str(key), time_s=None if time is None else _read_time(time),
-        version=version if isinstance(version, int) else None, prompt=prompt, answer=answer,
+        version=version if type(version) is int else None, prompt=prompt, answer=answer,
         score=None if score is None else float(score), reference=reference,
     )  # fmt: skip
 
@@ -111,9 +113,9 @@ def _read_prompt(request: Mapping[str, Any], has_answer: bool) -> tuple[str | No
         raise ValueError("messages: expected a list of objects with role and content")
     answer = None
     if not has_answer and messages[-1].get("role") == "assistant":
-        answer = _read_message(messages[-1])
+        answer = _read_message("messages", messages[-1])
         messages = messages[:-1]
-    return (extract_text(messages[-1]) if messages else None), answer
+    return (_read_content("messages", messages[-1]) if messages else None), answer
 
 
 def _read_answer(reply: Any) -> str | None:
@@ -125,7 +127,7 @@ def _read_answer(reply: Any) -> str | None:
             reply = choices[0]
         message = reply.get("message")
         if isinstance(message, Mapping):
-            return _read_message(message)
+            return _read_message("answer", message)
         reply = reply.get("text", reply.get("content"))
         if not isinstance(reply, str):
             raise ValueError("answer: found an object without text; expected a text, or a response with choices")
@@ -134,18 +136,33 @@ def _read_answer(reply: Any) -> str | None:
     return reply
 
 
-def _read_message(message: Mapping[str, Any]) -> str | None:
-    return None if message.get("tool_calls") else extract_text(dict(message))
+def _read_message(field: str, message: Mapping[str, Any]) -> str | None:
+    return None if message.get("tool_calls") else _read_content(field, message)
+
+
+def _read_content(field: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
+        raise ValueError(f"{field}: content is {_name_type(content)}; expected a text, or a list of text parts")
+    return extract_text(dict(message))
 
 
 def _read_time(time: Any) -> float:
-    if isinstance(time, int | float) and not isinstance(time, bool) and math.isfinite(time):
+    if not isinstance(time, bool) and _is_finite(time):
         return float(time) / (1000 if time >= MILLISECONDS_FROM else 1)
     try:
         parsed = datetime.fromisoformat(time)
     except (TypeError, ValueError):
         raise ValueError("time: expected Unix seconds or ISO 8601") from None
     return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _name_type(value: Any) -> str:
