@@ -119,6 +119,22 @@ def test_what_is_accepted_becomes_the_reference(monitored: Project, tmp_path: Pa
         reset_alarms(monitored, "again")
 
 
+def test_accepted_scores_are_what_a_loss_is_measured_from(project: ProjectLayout, tmp_path: Path) -> None:
+    monitored = monitored_project(project, Settings(monitor=Monitor(score_margin=0.3)))
+    log = write_log(tmp_path / "log.jsonl", requests(2, 300, right=0.4))
+    assert [one.test for one in monitor(monitored, [log]).alarms] == ["scores"]
+    reset_alarms(monitored, "harder questions", is_accepted=True)
+    write_log(log, requests(3, LEARNED_REQUESTS, right=0.4), "a")
+    write_log(log, requests(4, 600, right=0.2), "a")  # 0.7 less than the evaluation, 0.2 less than what was accepted
+    report = monitor(monitored, [log])
+    assert report.alarms == ()
+    scores = result(report, "scores")
+    assert scores.evidence > scores.threshold
+    assert (scores.reference_rows, scores.is_accepted) == (LEARNED_REQUESTS, True)
+    assert scores.reference == pytest.approx(0.4, abs=0.06)
+    assert "(500 accepted)" in format_monitor(report)
+
+
 def test_scores_may_come_later_and_references_are_compared(monitored: Project, tmp_path: Path) -> None:
     first = [line | {"score": None} for line in requests(2, 100)]
     log = write_log(tmp_path / "log.jsonl", first)

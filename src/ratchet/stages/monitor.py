@@ -346,6 +346,8 @@ class _Test:
     learning: int = 0
     resets: int = 0
     alarm: MonitorAlarm | None = None
+    accepted: int = 0
+    accepted_total: float = 0.0
 
 
 @dataclass
@@ -409,7 +411,14 @@ class MonitorSession:
         detector.evidence, detector.growth = np.array(stored.evidence), np.array(stored.growth)
         detector.starts, detector.start_times = np.array(stored.starts, np.int64), np.array(stored.start_times)
         detector.sums, detector.observed = np.array(stored.sums), stored.observed
-        return _Test(detector, stored.threshold, stored.total, stored.learning, stored.resets, stored.alarm)
+        return _Test(
+            detector, stored.threshold, stored.total, stored.learning, stored.resets, stored.alarm, stored.accepted,
+            stored.accepted_total,
+        )  # fmt: skip
+
+    def _reference_mean(self, name: MonitorTestName) -> float:
+        test = self._tests[name]
+        return test.accepted_total / test.accepted if test.accepted else self.reference.samples[name].mean
 
     # Reading.
 
@@ -526,6 +535,8 @@ class MonitorSession:
         detector, place = test.detector, find_place(name, value, self.reference.largest_score)
         if test.learning:
             test.learning -= 1
+            test.accepted += 1
+            test.accepted_total += value
             detector.counts[place] += 1
             return
         key = f"{self.target.model_digest}/{name}/{test.resets}/{detector.observed}"
@@ -537,14 +548,15 @@ class MonitorSession:
             test.alarm = MonitorAlarm(
                 test=name, number=detector.observed, time=_format_time(time_s), start=detector.change_start,
                 start_time=_format_time(float(detector.start_times[best])), value=detector.mean_since_change,
-                reference=self.reference.samples[name].mean, evidence=detector.total_evidence,
+                reference=self._reference_mean(name), evidence=detector.total_evidence,
+                is_accepted=test.accepted > 0,
             )  # fmt: skip
 
     def _is_large(self, name: MonitorTestName, detector: ChangeDetector) -> bool:
         """Return whether a change of the scores is larger than `score_margin`; other tests have no margin."""
         if name != "scores":
             return True
-        loss = self.reference.samples[name].mean - detector.mean_since_change
+        loss = self._reference_mean(name) - detector.mean_since_change
         loss = -loss if self.reference.is_lower_better else loss
         return loss / self.reference.largest_score >= self._settings.score_margin
 
@@ -559,7 +571,7 @@ class MonitorSession:
                 starts=tuple(test.detector.starts.tolist()), start_times=tuple(test.detector.start_times.tolist()),
                 sums=tuple(test.detector.sums.tolist()), observed=test.detector.observed,
                 threshold=test.threshold, total=test.total, learning=test.learning, resets=test.resets,
-                alarm=test.alarm,
+                alarm=test.alarm, accepted=test.accepted, accepted_total=test.accepted_total,
             )
             for name, test in self._tests.items()
         }  # fmt: skip
@@ -663,10 +675,11 @@ class MonitorSession:
         )  # fmt: skip
 
     def _describe(self, name: MonitorTestName, test: _Test) -> MonitorTestReport:
-        sample, observed = self.reference.samples[name], test.detector.observed
+        observed = test.detector.observed
         value = test.alarm.value if test.alarm else test.total / observed if observed else None
         return MonitorTestReport(
-            test=name, observed=observed, value=value, reference=sample.mean, reference_rows=sample.rows,
+            test=name, observed=observed, value=value, reference=self._reference_mean(name),
+            reference_rows=test.accepted or self.reference.samples[name].rows, is_accepted=test.accepted > 0,
             evidence=test.detector.total_evidence, threshold=test.threshold, learning=test.learning, alarm=test.alarm,
         )  # fmt: skip
 
