@@ -119,6 +119,19 @@ def test_what_is_accepted_becomes_the_reference(monitored: Project, tmp_path: Pa
         reset_alarms(monitored, "again")
 
 
+def test_inputs_are_compared_with_a_random_part_of_sorted_test_rows(
+    monitored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test set with one topic after the other, and requests of both."""
+    both = [*requests(1, 150), *requests(9, 150, about="cooking")]
+    monkeypatch.setattr("monitor_cases.requests", lambda seed, rows: both)
+    write_evaluation(monitored.layout)
+    pairs = zip(requests(2, 300), requests(3, 300, about="cooking"), strict=True)
+    lines = [{"prompt": line["prompt"]} for pair in pairs for line in pair]
+    report = monitor(monitored, [write_log(tmp_path / "log.jsonl", lines)])
+    assert (report.requests, report.alarms) == (600, ())
+
+
 def test_accepted_scores_are_what_a_loss_is_measured_from(project: ProjectLayout, tmp_path: Path) -> None:
     monitored = monitored_project(project, Settings(monitor=Monitor(score_margin=0.3)))
     log = write_log(tmp_path / "log.jsonl", requests(2, 300, right=0.4))
@@ -195,14 +208,15 @@ def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp
     log.write_text("\n".join(bad) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"no request in 4 lines; .*log\.jsonl:1: prompt: found a number"):
         monitor(monitored, [log])
+    bad.append('{"prompt": "a", "answer": "b", "score": 85}')
     log.write_text("\n".join([*bad, '{"prompt": "a", "answer": "b", "score": "good"}']) + "\n", encoding="utf-8")
     write_log(log, requests(2, 3), "a")
     report = monitor(monitored, [log])
-    assert (report.requests, report.unusable) == (3, 5)
+    assert (report.requests, report.unusable) == (3, 6)
     assert [note.split(": ", 1)[1] for note in report.notes[:5]] == [
         "prompt: found a number; expected a text", "not JSON", "found a list; expected an object",
         "found none of the known fields; expected prompt or messages, answer, or id and score",
-        "score: found a text; expected a number, true or false",
+        "score: outside 0 to 1, the unit of accuracy",
     ]  # fmt: skip
     assert f"{log}:5" in report.notes[4]
     assert words not in format_monitor(report)

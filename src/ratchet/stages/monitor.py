@@ -235,7 +235,8 @@ def _build_reference(layout: ProjectLayout, target: MonitorTarget, wanted: str |
     role = _find_role(layout, report, target)
     # Rows of one group are not independent, so the first one represents its group.
     groups = {row.group or f"\0{row.id}": row for row in reversed(evidence.read_rows(layout))}
-    rows = list(reversed(groups.values()))
+    # Rows in the order of the sources may be sorted by topic; those that inputs are compared with must be a random part.
+    rows = sorted(groups.values(), key=lambda row: _hash_id(row.id))
     if len(rows) < MIN_REFERENCE_ROWS:
         raise DataError(
             f"{layout.evaluate}: has {len(rows)} independent test rows; expected at least {MIN_REFERENCE_ROWS} to "
@@ -456,7 +457,7 @@ class MonitorSession:
             if line.request is None:
                 self._add_problem(line.where, line.problem)
             else:
-                self.count(line.request)
+                self.count(line.request, line.where)
             self._unsaved += 1
             if self._unsaved >= SAVE_EVERY and self._recognised:
                 self._files[place] = request_log.complete_progress(path, progress)
@@ -485,13 +486,17 @@ class MonitorSession:
                 self._request_ids.add(_hash_id(trace.id))
                 self._add_problem(f"trace {trace.id}", trace.problem)
             elif trace.request is not None and not (is_known and trace.request.is_unlabelled):
-                self.count(trace.request)
+                self.count(trace.request, f"trace {trace.id}")
         self.save()
 
     # Counting.
 
-    def count(self, request: LoggedRequest) -> None:
-        """Add a request, or the score of an earlier request, to the tests."""
+    def count(self, request: LoggedRequest, where: str) -> None:
+        """Add a request, or the score of an earlier request, to the tests. `where` is its place in the logs."""
+        metric, largest = self.reference.score_metric, self.reference.largest_score
+        if metric is not None and request.score is not None and not 0 <= request.score <= largest:
+            self._add_problem(where, f"score: outside 0 to {largest:g}, the unit of {metric}")
+            return
         self._recognised += 1
         is_earlier = request.time_s is not None and request.time_s < (self.target.since_s or 0.0)
         if is_earlier or (request.version is not None and request.version != self.target.version):
