@@ -82,14 +82,16 @@ def test_what_is_no_request_is_explained_without_quoting_it(record: Any, problem
 def test_only_complete_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"prompt": "a"}\r\n\n\xff\n{"prompt": "b", "n": NaN}\n' + b"[" * 100_000 + b'\n{"prompt": "c')
-    found = list(read_lines(path, begin_file(path)))
+    with path.open("rb") as read:
+        found = list(read_lines(read, path, begin_file(path)))
     assert [(line.where.rpartition(":")[2], line.request, line.problem) for line in found] == [
         ("1", LoggedRequest(prompt="a"), ""), ("3", None, "not JSON"), ("4", None, "NaN is not valid JSON"),
         ("5", None, "not JSON"),
     ]  # fmt: skip
     with path.open("ab") as stream:
         stream.write(b'"}\n')
-    [line] = read_lines(path, found[-1].progress)
+    with path.open("rb") as read:
+        [line] = read_lines(read, path, found[-1].progress)
     assert (line.where, line.request) == (f"{path}:6", LoggedRequest(prompt="c"))
     assert line.progress.offset == path.stat().st_size
 

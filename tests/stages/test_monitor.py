@@ -201,6 +201,38 @@ def test_every_line_counts_once_however_the_logs_are_renamed_and_cut(monitored: 
     assert state(monitored).requests == 60
 
 
+@pytest.mark.parametrize("order", [["log.jsonl", "log.jsonl.1"], ["log.jsonl.1", "log.jsonl"]])
+def test_renamed_logs_may_have_equal_first_lines(monitored: Project, tmp_path: Path, order: list[str]) -> None:
+    first, *lines = requests(2, 41)
+    log = write_log(tmp_path / "log.jsonl", [first, *lines[:20]])
+    assert monitor(monitored, [log]).requests == 21
+    log.rename(tmp_path / "log.jsonl.1")
+    write_log(log, [first, *lines[20:]])
+    report = monitor(monitored, [tmp_path / name for name in order])
+    assert (report.requests, report.duplicates) == (41, 0 if first.get("score") is not None else 1)
+    assert monitor(monitored, [tmp_path / name for name in order]).new_requests == 0
+
+
+def test_a_log_that_is_renamed_during_a_call_waits_for_the_next(
+    monitored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = requests(2, 40)
+    log = write_log(tmp_path / "log.jsonl", lines[:20])
+    monitor(monitored, [log])
+
+    def rename(name: str) -> None:
+        log.rename(tmp_path / "log.jsonl.1")
+        write_log(log, lines[20:])
+
+    find = stage.request_log.find_progress
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.request_log, "find_progress", lambda *found: (find(*found), rename("x"))[0])
+        report = monitor(monitored, [log])
+    assert report.requests == 20
+    assert any("was renamed during this call" in note for note in report.notes)
+    assert monitor(monitored, [tmp_path / "log.jsonl.1", log]).requests == 40
+
+
 def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp_path: Path) -> None:
     words = "the customer's own words"
     log = tmp_path / "log.jsonl"

@@ -5,11 +5,11 @@ Messages about a line name its fields and types, and never quote it, because pro
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ratchet.data.conversation import extract_text
 from ratchet.data.readers import reject_constant
@@ -194,22 +194,22 @@ def begin_file(path: Path) -> LogFileProgress:
     return LogFileProgress(name=str(path), offset=0, lines=0, first_line="", head="", tail="")
 
 
-def find_progress(path: Path, known: Sequence[LogFileProgress]) -> int | None:
+def find_progress(path: Path, known: Sequence[LogFileProgress], renamed: Collection[int] = ()) -> int | None:
     """Find the place of a file in the list of files that were read, also after it was renamed. None: it is new.
+
+    Args:
+        path: the file.
+        known: the files that were read.
+        renamed: places of `known` that have another name now, so this file may be a new one of the old name.
 
     Raises:
         DataError: the file had been read, and what was read has changed.
     """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        first = digests.hash_bytes(stream.readline())
-        candidates = [place for place, entry in enumerate(known) if entry.offset and entry.first_line == first]
-        for place in candidates:
-            offset = known[place].offset
-            if size >= offset and _hash_ends(stream, offset) == (known[place].head, known[place].tail):
-                return place
+    found, candidates = _match(path, known)
+    if found is not None:
+        return found
     for place in candidates:
-        if known[place].name == str(path):
+        if known[place].name == str(path) and place not in renamed:
             raise DataError(
                 f"{path}: its first {known[place].offset:,} bytes were read before, and differ now. A log may grow, be "
                 "renamed or begin again; restore its lines, or name the new file differently"
@@ -217,7 +217,30 @@ def find_progress(path: Path, known: Sequence[LogFileProgress]) -> int | None:
     return next((place for place, entry in enumerate(known) if not entry.offset and entry.name == str(path)), None)
 
 
-def _hash_ends(stream: Any, offset: int) -> tuple[str, str]:
+def find_renamed(paths: Sequence[Path], known: Sequence[LogFileProgress]) -> set[int]:
+    """Find the files that were read and have another name now."""
+    found = [(path, _match(path, known)[0]) for path in paths]
+    return {place for path, place in found if place is not None and known[place].name != str(path)}
+
+
+def _match(path: Path, known: Sequence[LogFileProgress]) -> tuple[int | None, list[int]]:
+    """Return the place of a file that begins with what was read, and the places of files with its first line."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        first = digests.hash_bytes(stream.readline())
+        candidates = [place for place, entry in enumerate(known) if entry.offset and entry.first_line == first]
+        for place in candidates:
+            if size >= known[place].offset and is_continued(stream, known[place]):
+                return place, candidates
+    return None, candidates
+
+
+def is_continued(stream: BinaryIO, progress: LogFileProgress) -> bool:
+    """Return whether a file begins with what was read."""
+    return not progress.offset or _hash_ends(stream, progress.offset) == (progress.head, progress.tail)
+
+
+def _hash_ends(stream: BinaryIO, offset: int) -> tuple[str, str]:
     count = min(offset, COMPARED_BYTES)
     stream.seek(0)
     head = digests.hash_bytes(stream.read(count))
@@ -225,33 +248,30 @@ def _hash_ends(stream: Any, offset: int) -> tuple[str, str]:
     return head, digests.hash_bytes(stream.read(count))
 
 
-def complete_progress(path: Path, progress: LogFileProgress) -> LogFileProgress:
-    """Return the state of a file with its name and the digests of what was read."""
-    with path.open("rb") as stream:
-        head, tail = _hash_ends(stream, progress.offset)
-        stream.seek(0)
-        first = digests.hash_bytes(stream.readline())
+def complete_progress(stream: BinaryIO, path: Path, progress: LogFileProgress) -> LogFileProgress:
+    """Return the state of a file with its name and the digests of what was read. The stream is after it then."""
+    head, tail = _hash_ends(stream, progress.offset)
+    stream.seek(0)
+    first = digests.hash_bytes(stream.readline())
+    stream.seek(progress.offset)
     return progress.model_copy(update={"name": str(path), "head": head, "tail": tail, "first_line": first})
 
 
-def read_lines(path: Path, progress: LogFileProgress) -> Iterator[LogLine]:
+def read_lines(stream: BinaryIO, path: Path, progress: LogFileProgress) -> Iterator[LogLine]:
     """Yield the complete lines after those that were read. A last line without a line break waits for its end."""
     offset, number = progress.offset, progress.lines
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        for line in stream:
-            if not line.endswith(b"\n"):
-                return
-            offset, number = offset + len(line), number + 1
-            after = progress.model_copy(update={"offset": offset, "lines": number})
-            if not line.strip():
-                continue
-            request, problem = None, ""
-            try:
-                request = parse_request(json.loads(line, parse_constant=reject_constant))
-            except ValueError as error:
-                is_json_error = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-                problem = "not JSON" if is_json_error else str(error)
-            except RecursionError:
-                problem = "not JSON"
-            yield LogLine(f"{path}:{number}", request, problem, after)
+    stream.seek(offset)
+    while (line := stream.readline()).endswith(b"\n"):
+        offset, number = offset + len(line), number + 1
+        after = progress.model_copy(update={"offset": offset, "lines": number})
+        if not line.strip():
+            continue
+        request, problem = None, ""
+        try:
+            request = parse_request(json.loads(line, parse_constant=reject_constant))
+        except ValueError as error:
+            is_json_error = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+            problem = "not JSON" if is_json_error else str(error)
+        except RecursionError:
+            problem = "not JSON"
+        yield LogLine(f"{path}:{number}", request, problem, after)

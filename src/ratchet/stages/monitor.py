@@ -7,6 +7,7 @@ order of the requests, so a killed command continues as if it had not been inter
 import base64
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -235,7 +236,7 @@ def _build_reference(layout: ProjectLayout, target: MonitorTarget, wanted: str |
     role = _find_role(layout, report, target)
     # Rows of one group are not independent, so the first one represents its group.
     groups = {row.group or f"\0{row.id}": row for row in reversed(evidence.read_rows(layout))}
-    # Rows in the order of the sources may be sorted by topic; those that inputs are compared with must be a random part.
+    # Rows in the order of the sources may be sorted by topic; inputs are compared with a random part of them.
     rows = sorted(groups.values(), key=lambda row: _hash_id(row.id))
     if len(rows) < MIN_REFERENCE_ROWS:
         raise DataError(
@@ -426,12 +427,14 @@ class MonitorSession:
     def read_files(self, paths: Sequence[Path]) -> None:
         """Count the new lines of log files. Raises DataError if a file was changed, or no line is a request."""
         # Files that were renamed are recognised before any is read, whatever their order.
-        places = [request_log.find_progress(path, self._files) for path in paths]
+        renamed = request_log.find_renamed(paths, self._files)
+        places = [request_log.find_progress(path, self._files, renamed) for path in paths]
         done: set[int] = set()
         for path, known_place in zip(paths, places, strict=True):
             place = known_place
             if place is None:
-                place = request_log.find_progress(path, self._files)  # a copy of a log that this call has read
+                # A copy of a log that this call has read.
+                place = request_log.find_progress(path, self._files, renamed)
             if place in done:
                 self.notes.append(f"{path}: begins as another log, which was read; skipped")
                 continue
@@ -452,17 +455,21 @@ class MonitorSession:
 
     def _read_file(self, path: Path, place: int) -> None:
         progress = self._files[place]
-        for line in request_log.read_lines(path, progress):
-            progress = line.progress
-            if line.request is None:
-                self._add_problem(line.where, line.problem)
-            else:
-                self.count(line.request, line.where)
-            self._unsaved += 1
-            if self._unsaved >= SAVE_EVERY and self._recognised:
-                self._files[place] = request_log.complete_progress(path, progress)
-                self.save()
-        self._files[place] = request_log.complete_progress(path, progress)
+        with path.open("rb") as stream:
+            if not request_log.is_continued(stream, progress):
+                self.notes.append(f"{path}: was renamed during this call; the next call reads it")
+                return
+            for line in request_log.read_lines(stream, path, progress):
+                progress = line.progress
+                if line.request is None:
+                    self._add_problem(line.where, line.problem)
+                else:
+                    self.count(line.request, line.where)
+                self._unsaved += 1
+                if self._unsaved >= SAVE_EVERY and self._recognised:
+                    self._files[place] = request_log.complete_progress(stream, path, progress)
+                    self.save()
+            self._files[place] = request_log.complete_progress(stream, path, progress)
 
     def _add_problem(self, where: str, problem: str) -> None:
         self._counts["unusable"] += 1
@@ -478,9 +485,10 @@ class MonitorSession:
         layout = self.project.layout
         addresses = resolve_addresses(self.project.settings, layout.mlflow_database)
         store = MlflowStore(layout, addresses.tracking)
-        metric = self.reference.score_metric
+        metric, now_ms = self.reference.score_metric, time.time_ns() // 10**6
         for trace in read_requests(store, experiment, metric, self._traces_until_ms):
-            self._traces_until_ms = max(self._traces_until_ms, trace.time_ms)
+            # A trace from a computer whose clock is ahead must not hide those that follow.
+            self._traces_until_ms = max(self._traces_until_ms, min(trace.time_ms, now_ms))
             is_known = _hash_id(trace.id) in self._request_ids
             if trace.request is None and not is_known:
                 self._request_ids.add(_hash_id(trace.id))
