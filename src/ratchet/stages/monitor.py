@@ -123,7 +123,7 @@ def monitor(
             if str(log).startswith(TRACES):
                 session.read_traces(str(log).removeprefix(TRACES))
         paths = [Path(log) for log in logs if not str(log).startswith(TRACES)]
-        session.read_files(request_log.list_log_files(paths))
+        session.read_files(request_log.list_log_files(session.skip_renamed(paths)))
         session.act(smoke_test)
         return session.build_report()
 
@@ -372,7 +372,7 @@ class MonitorSession:
         self._counts = {
             name: getattr(self.state, name) for name in ("requests", "duplicates", "earlier", "unusable")
         }  # fmt: skip
-        self._files, self._traces_until_ms = list(self.state.files), self.state.traces_until_ms
+        self._files, self._traces_until_ms = list(self.state.files), dict(self.state.traces_until_ms)
         self._requests_before, self._resets = self.state.requests, self.state.resets
         self._unsaved = self._recognised = 0
 
@@ -423,6 +423,18 @@ class MonitorSession:
         return test.accepted_total / test.accepted if test.accepted else self.reference.samples[name].mean
 
     # Reading.
+
+    def skip_renamed(self, paths: Sequence[Path]) -> list[Path]:
+        """Leave out logs that were read and are missing now: a server renames its log before it begins the next."""
+        found = []
+        for path in paths:
+            names = (str(path), f"{path}.")
+            is_known = any(entry.name == names[0] or entry.name.startswith(names[1]) for entry in self._files)
+            if is_known and not path.exists():
+                self.notes.append(f"{path}: not found now; it was read before")
+            else:
+                found.append(path)
+        return found
 
     def read_files(self, paths: Sequence[Path]) -> None:
         """Count the new lines of log files. Raises DataError if a file was changed, or no line is a request."""
@@ -486,9 +498,10 @@ class MonitorSession:
         addresses = resolve_addresses(self.project.settings, layout.mlflow_database)
         store = MlflowStore(layout, addresses.tracking)
         metric, now_ms = self.reference.score_metric, time.time_ns() // 10**6
-        for trace in read_requests(store, experiment, metric, self._traces_until_ms):
+        for trace in read_requests(store, experiment, metric, self._traces_until_ms.get(experiment, 0)):
             # A trace from a computer whose clock is ahead must not hide those that follow.
-            self._traces_until_ms = max(self._traces_until_ms, min(trace.time_ms, now_ms))
+            until_ms = max(self._traces_until_ms.get(experiment, 0), min(trace.time_ms, now_ms))
+            self._traces_until_ms[experiment] = until_ms
             is_known = _hash_id(trace.id) in self._request_ids
             if trace.request is None and not is_known:
                 self._request_ids.add(_hash_id(trace.id))
@@ -591,7 +604,7 @@ class MonitorSession:
         state = self.state.model_copy(
             update={
                 **self._counts, "tests": tests, "files": tuple(self._files), "resets": self._resets,
-                "traces_until_ms": self._traces_until_ms, "request_ids": _pack_ids(self._request_ids),
+                "traces_until_ms": dict(self._traces_until_ms), "request_ids": _pack_ids(self._request_ids),
                 "scored_ids": _pack_ids(self._scored_ids), "seal": "",
             }
         ).sealed()  # fmt: skip

@@ -154,8 +154,8 @@ class MonitorState(SealedRecord):
     version: int
     model_digest: str
     files: tuple[LogFileProgress, ...] = ()
-    traces_until_ms: int = 0
-    """Largest time of a trace that was read from MLflow, in Unix milliseconds."""
+    traces_until_ms: dict[str, int] = Field(default_factory=dict)
+    """Largest time of a trace that was read, in Unix milliseconds, by experiment of MLflow."""
     requests: int = 0
     request_ids: str = ""
     """Ids of the requests that were counted, hashed to 8 bytes each; base64."""
