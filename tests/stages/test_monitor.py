@@ -62,8 +62,11 @@ def test_answers_as_in_the_evaluation_raise_no_alarm(monitored: Project, tmp_pat
     assert scores.value == pytest.approx(0.9, abs=0.03)
     assert scores.reference == pytest.approx(0.9, abs=0.05)
     again = monitor(monitored, [log])
-    assert (again.requests, again.new_requests) == (600, 0)
+    assert (again.requests, again.new_requests, again.notes) == (600, 0, ())
     assert again.tests == report.tests
+    changed = Settings(monitor=Monitor(requests_per_false_alarm=500))
+    [note] = monitor(Project.from_parts(monitored.layout, changed), [log]).notes
+    assert "requests_per_false_alarm is 500 now, but some tests began with another value" in note
 
 
 @pytest.mark.parametrize(

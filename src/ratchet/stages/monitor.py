@@ -689,6 +689,12 @@ class MonitorSession:
         notes = [*self.notes, *self.problems]
         if self._counts["unusable"] > len(self.problems) and self.problems:
             notes.append(f"{self._counts['unusable']:,} lines in total are no request")
+        rate = self._settings.requests_per_false_alarm
+        if any(test.threshold != len(TESTS) * rate for test in self._tests.values()):
+            notes.append(
+                f"monitor.requests_per_false_alarm is {rate:,} now, but some tests began with another value and keep "
+                "it until --reset or --accept after an alarm"
+            )
         missing = [name for name in TESTS if name not in self._tests]
         if missing:
             notes.append(f"not tested, because the evaluation has no such values: {', '.join(missing)}")
