@@ -46,6 +46,7 @@ PLAIN = LoggedRequest(prompt="Hello?", answer="Hi!")
         ({"id": "a", "score": 0.25, "time": "2026-01-01T01:00:00+01:00"}, LoggedRequest("a", 1767225600.0, score=0.25)),
         ({"prompt": "Hello?", "time": 1767225600123}, LoggedRequest(time_s=1767225600.123, prompt="Hello?")),
         ({"prompt": "Hello?", "version": 3}, LoggedRequest(version=3, prompt="Hello?")),
+        ({"prompt": "Hello?", "version": "3"}, LoggedRequest(version=3, prompt="Hello?")),
     ],
 )  # fmt: skip
 def test_forms_of_requests(record: dict[str, Any], expected: LoggedRequest) -> None:
@@ -65,6 +66,11 @@ def test_forms_of_requests(record: dict[str, Any], expected: LoggedRequest) -> N
         ({"prompt": "private", "score": "private"}, "score: found a text"),
         ({"prompt": "private", "score": float("nan")}, "score: found a number"),
         ({"prompt": "private", "time": "private"}, "time: expected Unix seconds or ISO 8601"),
+        ({"prompt": "private", "time": 10**400}, "time: expected Unix seconds or ISO 8601"),
+        ({"prompt": "private", "score": 10**400}, "score: found a number"),
+        ({"messages": [{"role": "user", "content": {"private": 1}}]}, "messages: content is an object"),
+        ({"messages": [{"role": "user", "content": [{"text": None}]}]}, "messages: content is a list"),
+        ({"response": {"message": {"content": 5}}}, "answer: content is a number"),
     ],
 )
 def test_what_is_no_request_is_explained_without_quoting_it(record: Any, problem: str) -> None:
@@ -76,14 +82,16 @@ def test_what_is_no_request_is_explained_without_quoting_it(record: Any, problem
 def test_only_complete_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"prompt": "a"}\r\n\n\xff\n{"prompt": "b", "n": NaN}\n' + b"[" * 100_000 + b'\n{"prompt": "c')
-    found = list(read_lines(path, begin_file(path)))
+    with path.open("rb") as read:
+        found = list(read_lines(read, path, begin_file(path)))
     assert [(line.where.rpartition(":")[2], line.request, line.problem) for line in found] == [
         ("1", LoggedRequest(prompt="a"), ""), ("3", None, "not JSON"), ("4", None, "NaN is not valid JSON"),
         ("5", None, "not JSON"),
     ]  # fmt: skip
     with path.open("ab") as stream:
         stream.write(b'"}\n')
-    [line] = read_lines(path, found[-1].progress)
+    with path.open("rb") as read:
+        [line] = read_lines(read, path, found[-1].progress)
     assert (line.where, line.request) == (f"{path}:6", LoggedRequest(prompt="c"))
     assert line.progress.offset == path.stat().st_size
 

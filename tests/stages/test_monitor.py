@@ -62,8 +62,11 @@ def test_answers_as_in_the_evaluation_raise_no_alarm(monitored: Project, tmp_pat
     assert scores.value == pytest.approx(0.9, abs=0.03)
     assert scores.reference == pytest.approx(0.9, abs=0.05)
     again = monitor(monitored, [log])
-    assert (again.requests, again.new_requests) == (600, 0)
+    assert (again.requests, again.new_requests, again.notes) == (600, 0, ())
     assert again.tests == report.tests
+    changed = Settings(monitor=Monitor(requests_per_false_alarm=500))
+    [note] = monitor(Project.from_parts(monitored.layout, changed), [log]).notes
+    assert "requests_per_false_alarm is 500 now, but some tests began with another value" in note
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,35 @@ def test_what_is_accepted_becomes_the_reference(monitored: Project, tmp_path: Pa
         reset_alarms(monitored, "again")
 
 
+def test_inputs_are_compared_with_a_random_part_of_sorted_test_rows(
+    monitored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test set with one topic after the other, and requests of both."""
+    both = [*requests(1, 150), *requests(9, 150, about="cooking")]
+    monkeypatch.setattr("monitor_cases.requests", lambda seed, rows: both)
+    write_evaluation(monitored.layout)
+    pairs = zip(requests(2, 300), requests(3, 300, about="cooking"), strict=True)
+    lines = [{"prompt": line["prompt"]} for pair in pairs for line in pair]
+    report = monitor(monitored, [write_log(tmp_path / "log.jsonl", lines)])
+    assert (report.requests, report.alarms) == (600, ())
+
+
+def test_accepted_scores_are_what_a_loss_is_measured_from(project: ProjectLayout, tmp_path: Path) -> None:
+    monitored = monitored_project(project, Settings(monitor=Monitor(score_margin=0.3)))
+    log = write_log(tmp_path / "log.jsonl", requests(2, 300, right=0.4))
+    assert [one.test for one in monitor(monitored, [log]).alarms] == ["scores"]
+    reset_alarms(monitored, "harder questions", is_accepted=True)
+    write_log(log, requests(3, LEARNED_REQUESTS, right=0.4), "a")
+    write_log(log, requests(4, 600, right=0.2), "a")  # 0.7 less than the evaluation, 0.2 less than what was accepted
+    report = monitor(monitored, [log])
+    assert report.alarms == ()
+    scores = result(report, "scores")
+    assert scores.evidence > scores.threshold
+    assert (scores.reference_rows, scores.is_accepted) == (LEARNED_REQUESTS, True)
+    assert scores.reference == pytest.approx(0.4, abs=0.06)
+    assert "(500 accepted)" in format_monitor(report)
+
+
 def test_scores_may_come_later_and_references_are_compared(monitored: Project, tmp_path: Path) -> None:
     first = [line | {"score": None} for line in requests(2, 100)]
     log = write_log(tmp_path / "log.jsonl", first)
@@ -172,6 +204,41 @@ def test_every_line_counts_once_however_the_logs_are_renamed_and_cut(monitored: 
     assert state(monitored).requests == 60
 
 
+@pytest.mark.parametrize("order", [["log.jsonl", "log.jsonl.1"], ["log.jsonl.1", "log.jsonl"]])
+def test_renamed_logs_may_have_equal_first_lines(monitored: Project, tmp_path: Path, order: list[str]) -> None:
+    first, *lines = requests(2, 41)
+    log = write_log(tmp_path / "log.jsonl", [first, *lines[:20]])
+    assert monitor(monitored, [log]).requests == 21
+    log.rename(tmp_path / "log.jsonl.1")
+    for _ in range(2):  # the next log does not exist yet
+        report = monitor(monitored, [tmp_path / name for name in order])
+        assert (report.requests, report.notes) == (21, (f"{log}: not found now; it was read before",))
+    write_log(log, [first, *lines[20:]])
+    report = monitor(monitored, [tmp_path / name for name in order])
+    assert report.requests == 41
+    assert monitor(monitored, [tmp_path / name for name in order]).new_requests == 0
+
+
+def test_a_log_that_is_renamed_during_a_call_waits_for_the_next(
+    monitored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = requests(2, 40)
+    log = write_log(tmp_path / "log.jsonl", lines[:20])
+    monitor(monitored, [log])
+
+    def rename(name: str) -> None:
+        log.rename(tmp_path / "log.jsonl.1")
+        write_log(log, lines[20:])
+
+    find = stage.request_log.find_progress
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.request_log, "find_progress", lambda *found: (find(*found), rename("x"))[0])
+        report = monitor(monitored, [log])
+    assert report.requests == 20
+    assert any("was renamed during this call" in note for note in report.notes)
+    assert monitor(monitored, [tmp_path / "log.jsonl.1", log]).requests == 40
+
+
 def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp_path: Path) -> None:
     words = "the customer's own words"
     log = tmp_path / "log.jsonl"
@@ -179,14 +246,15 @@ def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp
     log.write_text("\n".join(bad) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"no request in 4 lines; .*log\.jsonl:1: prompt: found a number"):
         monitor(monitored, [log])
+    bad.append('{"prompt": "a", "answer": "b", "score": 85}')
     log.write_text("\n".join([*bad, '{"prompt": "a", "answer": "b", "score": "good"}']) + "\n", encoding="utf-8")
     write_log(log, requests(2, 3), "a")
     report = monitor(monitored, [log])
-    assert (report.requests, report.unusable) == (3, 5)
+    assert (report.requests, report.unusable) == (3, 6)
     assert [note.split(": ", 1)[1] for note in report.notes[:5]] == [
         "prompt: found a number; expected a text", "not JSON", "found a list; expected an object",
         "found none of the known fields; expected prompt or messages, answer, or id and score",
-        "score: found a text; expected a number, true or false",
+        "score: outside 0 to 1, the unit of accuracy",
     ]  # fmt: skip
     assert f"{log}:5" in report.notes[4]
     assert words not in format_monitor(report)

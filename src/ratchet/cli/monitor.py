@@ -107,5 +107,5 @@ def _format_row(test: "MonitorTestReport") -> tuple[str, ...]:
     elif test.learning:
         state = f"learning, {test.learning} more"
     value = "" if test.value is None else f"{test.value:.4g}"
-    reference = f"{test.reference:.4g} ({test.reference_rows:,} rows)"
+    reference = f"{test.reference:.4g} ({test.reference_rows:,} {'accepted' if test.is_accepted else 'rows'})"
     return test.test, f"{test.observed:,}", value, reference, f"{test.evidence:,.3g}", state

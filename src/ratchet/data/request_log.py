@@ -5,11 +5,11 @@ Messages about a line name its fields and types, and never quote it, because pro
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ratchet.data.conversation import extract_text
 from ratchet.data.readers import reject_constant
@@ -78,12 +78,14 @@ def parse_request(record: Any) -> LoggedRequest:
     if reply is not None:
         answer = _read_answer(reply)
     score = record.get("score")
-    if score is not None and (not isinstance(score, bool | int | float) or not math.isfinite(score)):
+    if score is not None and not _is_finite(score):
         raise ValueError(f"score: found {_name_type(score)}; expected a number, true or false")
     if prompt is None and reply is None and answer is None and score is None:
         raise ValueError("found none of the known fields; expected prompt or messages, answer, or id and score")
     reference = next((record[key] for key in REFERENCE_KEYS if isinstance(record.get(key), str)), None)
     version = record.get("version")
+    if isinstance(version, str) and version.isdecimal():
+        version = int(version)
     key = next((record[key] for key in ID_KEYS if isinstance(record.get(key), str | int)), None)
     if key is None and isinstance(reply, Mapping):
         key = reply.get("id")
@@ -94,7 +96,7 @@ def parse_request(record: Any) -> LoggedRequest:
         time = reply.get("created")
     return LoggedRequest(
         id=None if key is None else str(key), time_s=None if time is None else _read_time(time),
-        version=version if isinstance(version, int) else None, prompt=prompt, answer=answer,
+        version=version if type(version) is int else None, prompt=prompt, answer=answer,
         score=None if score is None else float(score), reference=reference,
     )  # fmt: skip
 
@@ -111,9 +113,9 @@ def _read_prompt(request: Mapping[str, Any], has_answer: bool) -> tuple[str | No
         raise ValueError("messages: expected a list of objects with role and content")
     answer = None
     if not has_answer and messages[-1].get("role") == "assistant":
-        answer = _read_message(messages[-1])
+        answer = _read_message("messages", messages[-1])
         messages = messages[:-1]
-    return (extract_text(messages[-1]) if messages else None), answer
+    return (_read_content("messages", messages[-1]) if messages else None), answer
 
 
 def _read_answer(reply: Any) -> str | None:
@@ -125,7 +127,7 @@ def _read_answer(reply: Any) -> str | None:
             reply = choices[0]
         message = reply.get("message")
         if isinstance(message, Mapping):
-            return _read_message(message)
+            return _read_message("answer", message)
         reply = reply.get("text", reply.get("content"))
         if not isinstance(reply, str):
             raise ValueError("answer: found an object without text; expected a text, or a response with choices")
@@ -134,18 +136,33 @@ def _read_answer(reply: Any) -> str | None:
     return reply
 
 
-def _read_message(message: Mapping[str, Any]) -> str | None:
-    return None if message.get("tool_calls") else extract_text(dict(message))
+def _read_message(field: str, message: Mapping[str, Any]) -> str | None:
+    return None if message.get("tool_calls") else _read_content(field, message)
+
+
+def _read_content(field: str, message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
+        raise ValueError(f"{field}: content is {_name_type(content)}; expected a text, or a list of text parts")
+    return extract_text(dict(message))
 
 
 def _read_time(time: Any) -> float:
-    if isinstance(time, int | float) and not isinstance(time, bool) and math.isfinite(time):
+    if not isinstance(time, bool) and _is_finite(time):
         return float(time) / (1000 if time >= MILLISECONDS_FROM else 1)
     try:
         parsed = datetime.fromisoformat(time)
     except (TypeError, ValueError):
         raise ValueError("time: expected Unix seconds or ISO 8601") from None
     return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def _name_type(value: Any) -> str:
@@ -177,22 +194,22 @@ def begin_file(path: Path) -> LogFileProgress:
     return LogFileProgress(name=str(path), offset=0, lines=0, first_line="", head="", tail="")
 
 
-def find_progress(path: Path, known: Sequence[LogFileProgress]) -> int | None:
+def find_progress(path: Path, known: Sequence[LogFileProgress], renamed: Collection[int] = ()) -> int | None:
     """Find the place of a file in the list of files that were read, also after it was renamed. None: it is new.
+
+    Args:
+        path: the file.
+        known: the files that were read.
+        renamed: places of `known` that have another name now, so this file may be a new one of the old name.
 
     Raises:
         DataError: the file had been read, and what was read has changed.
     """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        first = digests.hash_bytes(stream.readline())
-        candidates = [place for place, entry in enumerate(known) if entry.offset and entry.first_line == first]
-        for place in candidates:
-            offset = known[place].offset
-            if size >= offset and _hash_ends(stream, offset) == (known[place].head, known[place].tail):
-                return place
+    found, candidates = _match(path, known)
+    if found is not None:
+        return found
     for place in candidates:
-        if known[place].name == str(path):
+        if known[place].name == str(path) and place not in renamed:
             raise DataError(
                 f"{path}: its first {known[place].offset:,} bytes were read before, and differ now. A log may grow, be "
                 "renamed or begin again; restore its lines, or name the new file differently"
@@ -200,7 +217,30 @@ def find_progress(path: Path, known: Sequence[LogFileProgress]) -> int | None:
     return next((place for place, entry in enumerate(known) if not entry.offset and entry.name == str(path)), None)
 
 
-def _hash_ends(stream: Any, offset: int) -> tuple[str, str]:
+def find_renamed(paths: Sequence[Path], known: Sequence[LogFileProgress]) -> set[int]:
+    """Find the files that were read and have another name now."""
+    found = [(path, _match(path, known)[0]) for path in paths]
+    return {place for path, place in found if place is not None and known[place].name != str(path)}
+
+
+def _match(path: Path, known: Sequence[LogFileProgress]) -> tuple[int | None, list[int]]:
+    """Return the place of a file that begins with what was read, and the places of files with its first line."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        first = digests.hash_bytes(stream.readline())
+        candidates = [place for place, entry in enumerate(known) if entry.offset and entry.first_line == first]
+        for place in candidates:
+            if size >= known[place].offset and is_continued(stream, known[place]):
+                return place, candidates
+    return None, candidates
+
+
+def is_continued(stream: BinaryIO, progress: LogFileProgress) -> bool:
+    """Return whether a file begins with what was read."""
+    return not progress.offset or _hash_ends(stream, progress.offset) == (progress.head, progress.tail)
+
+
+def _hash_ends(stream: BinaryIO, offset: int) -> tuple[str, str]:
     count = min(offset, COMPARED_BYTES)
     stream.seek(0)
     head = digests.hash_bytes(stream.read(count))
@@ -208,33 +248,30 @@ def _hash_ends(stream: Any, offset: int) -> tuple[str, str]:
     return head, digests.hash_bytes(stream.read(count))
 
 
-def complete_progress(path: Path, progress: LogFileProgress) -> LogFileProgress:
-    """Return the state of a file with its name and the digests of what was read."""
-    with path.open("rb") as stream:
-        head, tail = _hash_ends(stream, progress.offset)
-        stream.seek(0)
-        first = digests.hash_bytes(stream.readline())
+def complete_progress(stream: BinaryIO, path: Path, progress: LogFileProgress) -> LogFileProgress:
+    """Return the state of a file with its name and the digests of what was read. The stream is after it then."""
+    head, tail = _hash_ends(stream, progress.offset)
+    stream.seek(0)
+    first = digests.hash_bytes(stream.readline())
+    stream.seek(progress.offset)
     return progress.model_copy(update={"name": str(path), "head": head, "tail": tail, "first_line": first})
 
 
-def read_lines(path: Path, progress: LogFileProgress) -> Iterator[LogLine]:
+def read_lines(stream: BinaryIO, path: Path, progress: LogFileProgress) -> Iterator[LogLine]:
     """Yield the complete lines after those that were read. A last line without a line break waits for its end."""
     offset, number = progress.offset, progress.lines
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        for line in stream:
-            if not line.endswith(b"\n"):
-                return
-            offset, number = offset + len(line), number + 1
-            after = progress.model_copy(update={"offset": offset, "lines": number})
-            if not line.strip():
-                continue
-            request, problem = None, ""
-            try:
-                request = parse_request(json.loads(line, parse_constant=reject_constant))
-            except ValueError as error:
-                is_json_error = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-                problem = "not JSON" if is_json_error else str(error)
-            except RecursionError:
-                problem = "not JSON"
-            yield LogLine(f"{path}:{number}", request, problem, after)
+    stream.seek(offset)
+    while (line := stream.readline()).endswith(b"\n"):
+        offset, number = offset + len(line), number + 1
+        after = progress.model_copy(update={"offset": offset, "lines": number})
+        if not line.strip():
+            continue
+        request, problem = None, ""
+        try:
+            request = parse_request(json.loads(line, parse_constant=reject_constant))
+        except ValueError as error:
+            is_json_error = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+            problem = "not JSON" if is_json_error else str(error)
+        except RecursionError:
+            problem = "not JSON"
+        yield LogLine(f"{path}:{number}", request, problem, after)

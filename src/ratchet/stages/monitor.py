@@ -7,6 +7,7 @@ order of the requests, so a killed command continues as if it had not been inter
 import base64
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ def monitor(
             if str(log).startswith(TRACES):
                 session.read_traces(str(log).removeprefix(TRACES))
         paths = [Path(log) for log in logs if not str(log).startswith(TRACES)]
-        session.read_files(request_log.list_log_files(paths))
+        session.read_files(request_log.list_log_files(session.skip_renamed(paths)))
         session.act(smoke_test)
         return session.build_report()
 
@@ -235,7 +236,8 @@ def _build_reference(layout: ProjectLayout, target: MonitorTarget, wanted: str |
     role = _find_role(layout, report, target)
     # Rows of one group are not independent, so the first one represents its group.
     groups = {row.group or f"\0{row.id}": row for row in reversed(evidence.read_rows(layout))}
-    rows = list(reversed(groups.values()))
+    # Rows in the order of the sources may be sorted by topic; inputs are compared with a random part of them.
+    rows = sorted(groups.values(), key=lambda row: _hash_id(row.id))
     if len(rows) < MIN_REFERENCE_ROWS:
         raise DataError(
             f"{layout.evaluate}: has {len(rows)} independent test rows; expected at least {MIN_REFERENCE_ROWS} to "
@@ -346,6 +348,8 @@ class _Test:
     learning: int = 0
     resets: int = 0
     alarm: MonitorAlarm | None = None
+    accepted: int = 0
+    accepted_total: float = 0.0
 
 
 @dataclass
@@ -368,7 +372,7 @@ class MonitorSession:
         self._counts = {
             name: getattr(self.state, name) for name in ("requests", "duplicates", "earlier", "unusable")
         }  # fmt: skip
-        self._files, self._traces_until_ms = list(self.state.files), self.state.traces_until_ms
+        self._files, self._traces_until_ms = list(self.state.files), dict(self.state.traces_until_ms)
         self._requests_before, self._resets = self.state.requests, self.state.resets
         self._unsaved = self._recognised = 0
 
@@ -409,19 +413,40 @@ class MonitorSession:
         detector.evidence, detector.growth = np.array(stored.evidence), np.array(stored.growth)
         detector.starts, detector.start_times = np.array(stored.starts, np.int64), np.array(stored.start_times)
         detector.sums, detector.observed = np.array(stored.sums), stored.observed
-        return _Test(detector, stored.threshold, stored.total, stored.learning, stored.resets, stored.alarm)
+        return _Test(
+            detector, stored.threshold, stored.total, stored.learning, stored.resets, stored.alarm, stored.accepted,
+            stored.accepted_total,
+        )  # fmt: skip
+
+    def _reference_mean(self, name: MonitorTestName) -> float:
+        test = self._tests[name]
+        return test.accepted_total / test.accepted if test.accepted else self.reference.samples[name].mean
 
     # Reading.
+
+    def skip_renamed(self, paths: Sequence[Path]) -> list[Path]:
+        """Leave out logs that were read and are missing now: a server renames its log before it begins the next."""
+        found = []
+        for path in paths:
+            names = (str(path), f"{path}.")
+            is_known = any(entry.name == names[0] or entry.name.startswith(names[1]) for entry in self._files)
+            if is_known and not path.exists():
+                self.notes.append(f"{path}: not found now; it was read before")
+            else:
+                found.append(path)
+        return found
 
     def read_files(self, paths: Sequence[Path]) -> None:
         """Count the new lines of log files. Raises DataError if a file was changed, or no line is a request."""
         # Files that were renamed are recognised before any is read, whatever their order.
-        places = [request_log.find_progress(path, self._files) for path in paths]
+        renamed = request_log.find_renamed(paths, self._files)
+        places = [request_log.find_progress(path, self._files, renamed) for path in paths]
         done: set[int] = set()
         for path, known_place in zip(paths, places, strict=True):
             place = known_place
             if place is None:
-                place = request_log.find_progress(path, self._files)  # a copy of a log that this call has read
+                # A copy of a log that this call has read.
+                place = request_log.find_progress(path, self._files, renamed)
             if place in done:
                 self.notes.append(f"{path}: begins as another log, which was read; skipped")
                 continue
@@ -442,17 +467,21 @@ class MonitorSession:
 
     def _read_file(self, path: Path, place: int) -> None:
         progress = self._files[place]
-        for line in request_log.read_lines(path, progress):
-            progress = line.progress
-            if line.request is None:
-                self._add_problem(line.where, line.problem)
-            else:
-                self.count(line.request)
-            self._unsaved += 1
-            if self._unsaved >= SAVE_EVERY and self._recognised:
-                self._files[place] = request_log.complete_progress(path, progress)
-                self.save()
-        self._files[place] = request_log.complete_progress(path, progress)
+        with path.open("rb") as stream:
+            if not request_log.is_continued(stream, progress):
+                self.notes.append(f"{path}: was renamed during this call; the next call reads it")
+                return
+            for line in request_log.read_lines(stream, path, progress):
+                progress = line.progress
+                if line.request is None:
+                    self._add_problem(line.where, line.problem)
+                else:
+                    self.count(line.request, line.where)
+                self._unsaved += 1
+                if self._unsaved >= SAVE_EVERY and self._recognised:
+                    self._files[place] = request_log.complete_progress(stream, path, progress)
+                    self.save()
+            self._files[place] = request_log.complete_progress(stream, path, progress)
 
     def _add_problem(self, where: str, problem: str) -> None:
         self._counts["unusable"] += 1
@@ -468,21 +497,27 @@ class MonitorSession:
         layout = self.project.layout
         addresses = resolve_addresses(self.project.settings, layout.mlflow_database)
         store = MlflowStore(layout, addresses.tracking)
-        metric = self.reference.score_metric
-        for trace in read_requests(store, experiment, metric, self._traces_until_ms):
-            self._traces_until_ms = max(self._traces_until_ms, trace.time_ms)
+        metric, now_ms = self.reference.score_metric, time.time_ns() // 10**6
+        for trace in read_requests(store, experiment, metric, self._traces_until_ms.get(experiment, 0)):
+            # A trace from a computer whose clock is ahead must not hide those that follow.
+            until_ms = max(self._traces_until_ms.get(experiment, 0), min(trace.time_ms, now_ms))
+            self._traces_until_ms[experiment] = until_ms
             is_known = _hash_id(trace.id) in self._request_ids
             if trace.request is None and not is_known:
                 self._request_ids.add(_hash_id(trace.id))
                 self._add_problem(f"trace {trace.id}", trace.problem)
             elif trace.request is not None and not (is_known and trace.request.is_unlabelled):
-                self.count(trace.request)
+                self.count(trace.request, f"trace {trace.id}")
         self.save()
 
     # Counting.
 
-    def count(self, request: LoggedRequest) -> None:
-        """Add a request, or the score of an earlier request, to the tests."""
+    def count(self, request: LoggedRequest, where: str) -> None:
+        """Add a request, or the score of an earlier request, to the tests. `where` is its place in the logs."""
+        metric, largest = self.reference.score_metric, self.reference.largest_score
+        if metric is not None and request.score is not None and not 0 <= request.score <= largest:
+            self._add_problem(where, f"score: outside 0 to {largest:g}, the unit of {metric}")
+            return
         self._recognised += 1
         is_earlier = request.time_s is not None and request.time_s < (self.target.since_s or 0.0)
         if is_earlier or (request.version is not None and request.version != self.target.version):
@@ -526,6 +561,8 @@ class MonitorSession:
         detector, place = test.detector, find_place(name, value, self.reference.largest_score)
         if test.learning:
             test.learning -= 1
+            test.accepted += 1
+            test.accepted_total += value
             detector.counts[place] += 1
             return
         key = f"{self.target.model_digest}/{name}/{test.resets}/{detector.observed}"
@@ -537,14 +574,15 @@ class MonitorSession:
             test.alarm = MonitorAlarm(
                 test=name, number=detector.observed, time=_format_time(time_s), start=detector.change_start,
                 start_time=_format_time(float(detector.start_times[best])), value=detector.mean_since_change,
-                reference=self.reference.samples[name].mean, evidence=detector.total_evidence,
+                reference=self._reference_mean(name), evidence=detector.total_evidence,
+                is_accepted=test.accepted > 0,
             )  # fmt: skip
 
     def _is_large(self, name: MonitorTestName, detector: ChangeDetector) -> bool:
         """Return whether a change of the scores is larger than `score_margin`; other tests have no margin."""
         if name != "scores":
             return True
-        loss = self.reference.samples[name].mean - detector.mean_since_change
+        loss = self._reference_mean(name) - detector.mean_since_change
         loss = -loss if self.reference.is_lower_better else loss
         return loss / self.reference.largest_score >= self._settings.score_margin
 
@@ -559,14 +597,14 @@ class MonitorSession:
                 starts=tuple(test.detector.starts.tolist()), start_times=tuple(test.detector.start_times.tolist()),
                 sums=tuple(test.detector.sums.tolist()), observed=test.detector.observed,
                 threshold=test.threshold, total=test.total, learning=test.learning, resets=test.resets,
-                alarm=test.alarm,
+                alarm=test.alarm, accepted=test.accepted, accepted_total=test.accepted_total,
             )
             for name, test in self._tests.items()
         }  # fmt: skip
         state = self.state.model_copy(
             update={
                 **self._counts, "tests": tests, "files": tuple(self._files), "resets": self._resets,
-                "traces_until_ms": self._traces_until_ms, "request_ids": _pack_ids(self._request_ids),
+                "traces_until_ms": dict(self._traces_until_ms), "request_ids": _pack_ids(self._request_ids),
                 "scored_ids": _pack_ids(self._scored_ids), "seal": "",
             }
         ).sealed()  # fmt: skip
@@ -651,6 +689,12 @@ class MonitorSession:
         notes = [*self.notes, *self.problems]
         if self._counts["unusable"] > len(self.problems) and self.problems:
             notes.append(f"{self._counts['unusable']:,} lines in total are no request")
+        rate = self._settings.requests_per_false_alarm
+        if any(test.threshold != len(TESTS) * rate for test in self._tests.values()):
+            notes.append(
+                f"monitor.requests_per_false_alarm is {rate:,} now, but some tests began with another value and keep "
+                "it until --reset or --accept after an alarm"
+            )
         missing = [name for name in TESTS if name not in self._tests]
         if missing:
             notes.append(f"not tested, because the evaluation has no such values: {', '.join(missing)}")
@@ -663,10 +707,11 @@ class MonitorSession:
         )  # fmt: skip
 
     def _describe(self, name: MonitorTestName, test: _Test) -> MonitorTestReport:
-        sample, observed = self.reference.samples[name], test.detector.observed
+        observed = test.detector.observed
         value = test.alarm.value if test.alarm else test.total / observed if observed else None
         return MonitorTestReport(
-            test=name, observed=observed, value=value, reference=sample.mean, reference_rows=sample.rows,
+            test=name, observed=observed, value=value, reference=self._reference_mean(name),
+            reference_rows=test.accepted or self.reference.samples[name].rows, is_accepted=test.accepted > 0,
             evidence=test.detector.total_evidence, threshold=test.threshold, learning=test.learning, alarm=test.alarm,
         )  # fmt: skip
 

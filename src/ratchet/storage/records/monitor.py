@@ -79,8 +79,10 @@ class MonitorAlarm(Record):
     value: float
     """Mean since the start of the change."""
     reference: float
-    """Mean in the evaluation."""
+    """Mean in the evaluation, or of the accepted requests."""
     evidence: float
+    is_accepted: bool = False
+    """Whether the reference is accepted requests."""
     is_notified: bool = False
     """Whether the webhook was called."""
     action: str | None = None
@@ -89,8 +91,9 @@ class MonitorAlarm(Record):
     def describe(self) -> str:
         """Describe the alarm in one line."""
         when = f" ({self.start_time})" if self.start_time else ""
+        compared = "accepted requests" if self.is_accepted else "evaluation"
         return (
-            f"{self.test}: {self.value:.4g} since number {self.start:,}{when}; evaluation {self.reference:.4g}; "
+            f"{self.test}: {self.value:.4g} since number {self.start:,}{when}; {compared} {self.reference:.4g}; "
             f"evidence {self.evidence:,.0f}"
         )
 
@@ -111,6 +114,10 @@ class MonitorTestState(Record):
     """Sum of all values since the test began."""
     learning: int = 0
     """Number of values that still become the reference before the test begins."""
+    accepted: int = 0
+    """Number of values that became the reference after `--accept`; 0: the evaluation is the reference."""
+    accepted_total: float = 0.0
+    """Sum of these values."""
     resets: int = 0
     alarm: MonitorAlarm | None = None
 
@@ -147,8 +154,8 @@ class MonitorState(SealedRecord):
     version: int
     model_digest: str
     files: tuple[LogFileProgress, ...] = ()
-    traces_until_ms: int = 0
-    """Largest time of a trace that was read from MLflow, in Unix milliseconds."""
+    traces_until_ms: dict[str, int] = Field(default_factory=dict)
+    """Largest time of a trace that was read, in Unix milliseconds, by experiment of MLflow."""
     requests: int = 0
     request_ids: str = ""
     """Ids of the requests that were counted, hashed to 8 bytes each; base64."""
@@ -173,12 +180,15 @@ class MonitorTestReport(Record):
     value: float | None
     """Mean of the values, or since the start of the change after an alarm; None: no value yet."""
     reference: float
-    """Mean in the evaluation."""
+    """Mean in the evaluation, or of the accepted requests."""
     reference_rows: int
+    """Number of values of the reference."""
     evidence: float
     threshold: float
     """Evidence that raises an alarm."""
     learning: int = 0
+    is_accepted: bool = False
+    """Whether the reference is accepted requests."""
     alarm: MonitorAlarm | None = None
 
 
