@@ -332,19 +332,23 @@ def write_metrics() -> str:
     rows.append([code(QUEUE_JOBS), "gauge", "Jobs of the queue, by state", "`queue`, `state` (no `run`)"])
     groups = yaml.safe_load((ROOT / "deploy" / "monitoring" / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     alerts = [
-        [code(rule["alert"]), rule["labels"]["severity"], code(" ".join(rule["expr"].split()))]
+        [
+            code(rule["alert"]),
+            rule["labels"]["severity"],
+            code(" ".join(rule["expr"].split())),
+            re.sub(r"( on)? \{\{[^}]*\}\}", "", rule["annotations"]["description"]),
+        ]
         for group in groups
         for rule in group["rules"]
     ]
     return "\n".join([
         "# Metrics and alerts\n",
         "Metrics for Prometheus, from `machine.metrics_port` or `machine.metrics_file`; "
-        "[Monitoring](../monitoring.md) explains how to use them and what to do about an alert. Every metric has the "
-        "label `run`.\n",
+        "[Monitoring](../monitoring.md) explains how to use them. Every metric has the label `run`.\n",
         table(["metric", "kind", "meaning", "more labels"], rows),
         "## Alerts\n",
         "From `deploy/monitoring/alerts.yml`; change the thresholds as needed.\n",
-        table(["alert", "severity", "fires if"], alerts),
+        table(["alert", "severity", "fires if", "what to do"], alerts),
     ])  # fmt: skip
 
 

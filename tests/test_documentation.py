@@ -24,11 +24,13 @@ import yaml
 from markdown.extensions.toc import slugify, unique
 
 from chromium import Browser, Tab
+from monitoring_cases import ALERTS
 from ratchet import errors
 from ratchet.cli.main import build_parser
 from ratchet.cli.parser import list_flags
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
+from ratchet.runs.prometheus_series import METRICS
 from ratchet.storage.records.base import flatten
 
 PACKAGES = ["cli", "config", "runs", "storage"]
@@ -306,6 +308,9 @@ def test_the_reference_has_every_command_setting_event_and_function() -> None:
     assert len(events) >= 20
     assert [event for event in sorted(events) if f"| `{event}` |" not in journal] == []
     assert "`peers`" in write_page("errors")
+    metrics, alerts = write_page("metrics").split("## Alerts\n")
+    assert [name for name in METRICS if f"| `{name}` |" not in metrics] == []
+    assert re.findall(r"^\| `(\w+)` .*[^ ] \|$", alerts, re.MULTILINE) == list(ALERTS)
     assert "## ratchet.promote\n" in write_page("python")
 
 
