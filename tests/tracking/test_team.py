@@ -444,19 +444,27 @@ def test_names_of_a_tenant_are_in_no_output_of_another(
 
 
 @pytest.fixture(scope="module")
-def small(server: str, tmp_path_factory: pytest.TempPathFactory) -> Company:
-    """Return a tenant with a quota of one training, which exists, and of 1 kB."""
+def small_tenant(server: str, tmp_path_factory: pytest.TempPathFactory) -> Company:
+    """Return a tenant with one training."""
     small = Company(server, tmp_path_factory.mktemp("small"), "small", "support")
-    small.team(ADMIN, grant="pia", role="promoter", quota_runs="1", quota_disk="1kB")
+    small.team(ADMIN, grant="pia", role="promoter")
     with user(server, "pia", "small"):
         open_tracker(small, "pia").find_or_create(RUN_ID, 1000)
     return small
+
+
+@pytest.fixture
+def small(small_tenant: Company) -> Company:
+    """Return the tenant with a quota of one training, which exists, and of 1 kB."""
+    small_tenant.team(ADMIN, quota_runs="1", quota_disk="1kB")
+    return small_tenant
 
 
 def test_a_new_run_above_the_quota_is_refused_and_one_that_exists_is_not(
     small: Company, tmp_path: Path, prepared: Path, capfd: pytest.CaptureFixture[str], calm: None
 ) -> None:
     layout = tiny_project.prepared(tmp_path / "project", name_model(tiny_project.SETTINGS, "support"))
+    small.team(ADMIN, quota_disk="none")
     capfd.readouterr()
     with user(small.server, "pia", "small"):
         for command, needed in (("train", "one more"), ("submit", "one more"), ("sweep", "20 more")):

@@ -126,8 +126,8 @@ def test_one_that_is_not_ready_in_time_is_ended(path: Path, monkeypatch: pytest.
         return begun[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(RatchetError, match=r"not ready after 0\.001 s"):
-        llama_server.start_server(path, 1, 256, ready_s=0.001)
+    with pytest.raises(RatchetError, match=r"not ready after 0 s"):
+        llama_server.start_server(path, 1, 256, ready_s=0.0)
     assert [process.poll() is None for process in begun] == [False]
 
 
