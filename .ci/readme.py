@@ -2,7 +2,7 @@
 
     python .ci/readme.py [--check] [--keep DIR]
 
-Takes about ten minutes on two idle cores, and needs no network. With --check it writes nothing, and exits with 1 if a
+Takes about six minutes on two idle cores, and needs no network. With --check it writes nothing, and exits with 1 if a
 line of the README differs from the output in more than its numbers and digests. --keep runs in this directory, which
 must not exist.
 """
