@@ -6,12 +6,12 @@ give equal bytes. Times and attempts are in the journal of the run.
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ratchet.errors import DamagedFileError, DataError, first_line
-from ratchet.storage import files
+from ratchet.storage import digests, files
 
 
 class Record(BaseModel):
@@ -40,6 +40,31 @@ class Record(BaseModel):
         except (ValueError, ValidationError) as error:
             cause = " ".join(str(error).splitlines()[:3])
             raise DamagedFileError(f"{path}: not a {cls.__name__} ({cause}); create it again") from None
+
+
+class SealedRecord(Record):
+    """A record with the digest of its own fields, which shows later changes."""
+
+    seal_remedy: ClassVar[str]
+    """What to do if the digest differs; `{folder}` stands for the folder of the file."""
+    seal: str = ""
+    """Digest of all other fields."""
+
+    def sealed(self) -> Self:
+        """Return a copy with `seal`, ready to save."""
+        return self.model_copy(update={"seal": self._digest()})
+
+    def _digest(self) -> str:
+        return digests.hash_json(self.model_dump(mode="json", exclude={"seal"}))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read the record. Raises the errors of `Record.load`, and DamagedFileError if the digest differs."""
+        record = super().load(path)
+        if record.seal != record._digest():
+            remedy = cls.seal_remedy.format(folder=path.parent)
+            raise DamagedFileError(f"{path}: changed since it was written (its digest differs); {remedy}")
+        return record
 
 
 class StoredQuantization(Record):

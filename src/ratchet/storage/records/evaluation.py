@@ -4,7 +4,7 @@ The module also has the validation scores of finished runs, by which a sweep com
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from ratchet.config.evaluate import ModelFormat
 from ratchet.config.machine import Machine
 from ratchet.errors import DamagedFileError, DataError, SettingsError
 from ratchet.storage import digests
-from ratchet.storage.records.base import Record
+from ratchet.storage.records.base import Record, SealedRecord
 from ratchet.storage.records.data import DatasetCard
 
 ModelRole = Literal["base", "candidate", "merged", "champion", "anchor"]
@@ -365,8 +365,10 @@ class ValidationLaunch(Record):
             )
 
 
-class ValidationScores(Record):
+class ValidationScores(SealedRecord):
     """Scores of a run's adapter: experiments/runs/RUN/validation_scores-REQUEST.json."""
+
+    seal_remedy: ClassVar[str] = "remove it, and it is computed again"
 
     request_digest: str
     run_id: str
@@ -387,25 +389,6 @@ class ValidationScores(Record):
     """Value over all rows by metric: nats per answer token, or the mean of the rows."""
     numerics: dict[str, Any]
     """evaluation.comparability.describe_numerics of the scores. Rounding differs between numerics."""
-    seal: str = ""
-    """Digest of all other fields."""
-
-    def sealed(self) -> Self:
-        """Return a copy with `seal`, ready to save."""
-        return self.model_copy(update={"seal": self._digest()})
-
-    def _digest(self) -> str:
-        return digests.hash_json(self.model_dump(mode="json", exclude={"seal"}))
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read the record. Raises the errors of `Record.load`, and DamagedFileError if the digest differs."""
-        scores = super().load(path)
-        if scores.seal != scores._digest():
-            raise DamagedFileError(
-                f"{path}: changed since it was written (its digest differs); remove it, and it is computed again"
-            )
-        return scores
 
 
 def validation_scores_path(run: Path, request_digest: str) -> Path:

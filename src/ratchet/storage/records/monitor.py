@@ -1,41 +1,15 @@
 """Records of `ratchet monitor`: reference, state, alarms and report. None contains a text of a prompt or an answer."""
 
-from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.errors import DamagedFileError
-from ratchet.storage import digests
-from ratchet.storage.records.base import Record
+from ratchet.storage.records.base import Record, SealedRecord
 from ratchet.storage.records.evaluation import ModelRole
 
 MonitorTestName = Literal["inputs", "prompt length", "answer length", "refusals", "scores"]
 
-
-class SealedRecord(Record):
-    """A record with the digest of its own fields, which shows later changes."""
-
-    seal: str = ""
-    """Digest of all other fields."""
-
-    def sealed(self) -> Self:
-        """Return a copy with `seal`, ready to save."""
-        return self.model_copy(update={"seal": self._digest()})
-
-    def _digest(self) -> str:
-        return digests.hash_json(self.model_dump(mode="json", exclude={"seal"}))
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read the record. Raises the errors of `Record.load`, and DamagedFileError if the digest differs."""
-        record = super().load(path)
-        if record.seal != record._digest():
-            raise DamagedFileError(
-                f"{path}: changed since it was written (its digest differs); restore it, or remove {path.parent}: then "
-                "the monitoring of this version begins again"
-            )
-        return record
+_REMEDY = "restore it, or remove {folder}: then the monitoring of this version begins again"
 
 
 class ReferenceSample(Record):
@@ -49,6 +23,8 @@ class ReferenceSample(Record):
 
 class MonitorReference(SealedRecord):
     """Figures of the evaluation of a version, kept from the first look on: reference.json."""
+
+    seal_remedy: ClassVar[str] = _REMEDY
 
     version: int
     model_digest: str
@@ -150,6 +126,8 @@ class MonitorReset(Record):
 
 class MonitorState(SealedRecord):
     """State of the tests of a version, and how far each log was read: state.json."""
+
+    seal_remedy: ClassVar[str] = _REMEDY
 
     version: int
     model_digest: str
