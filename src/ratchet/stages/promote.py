@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ratchet.config.settings import Settings
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
@@ -114,7 +113,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
                 return PromotionResult(champion=before.champion, replaced=before.champion, plan=repair)
             if problem is not None:  # a byte changed, or the signer is no longer trusted
                 signer, signer_notes = _store_model(
-                    layout, settings, bundle, exported, before.champion.forced,
+                    project, registry, bundle, exported, before.champion.forced,
                     _find_stored_approvals(layout, registry, bundle.model_digest),
                 )  # fmt: skip
                 registry.ensure_version(bundle.model_digest, folder, bundle.run_id, {})  # a server gets the new files
@@ -157,7 +156,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
             plan = promotion.plan_steps(layout, intent, registered, *first_steps)
             return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
-        _, signer_notes = _store_model(layout, settings, bundle, exported, champion.forced, approved)
+        _, signer_notes = _store_model(project, registry, bundle, exported, champion.forced, approved)
         page = None if registry.server else model_store.gate_page_path(layout, bundle.model_digest).as_uri()
         tags = promotion.model_tags(bundle, verdict, report, page)
         entry, event = promotion.execute_promotion(
@@ -330,8 +329,8 @@ def _plan_recovery(layout: ProjectLayout, registry: MlflowModelRegistry) -> Prom
 
 
 def _store_model(
-    layout: ProjectLayout,
-    settings: Settings,
+    project: Project,
+    registry: MlflowModelRegistry,
     bundle: ModelBundle,
     exported: files.Manifest,
     forced: ForcedPromotion | None,
@@ -341,13 +340,14 @@ def _store_model(
 
     Raises GateError if the only approval is by the signer, whose certified identity (sigstore) is known only now.
     """
+    layout, settings = project.layout, project.settings
     signer = signature.load_signer(layout, settings)
     report = EvaluationReport.load(layout.eval_report)
     evaluation = report if report.adapter_digest == bundle.adapter_digest else None
     extra_files = server_files.build_model_files(layout.export, bundle, settings.promote.model_name, forced, evaluation)
     extra_files |= {**model_store.forced_marker(forced), **approved.files}
     if RunPaths(layout.runs / bundle.run_id).journal.is_file():
-        tags = MlflowModelRegistry.open(layout, settings).read_run_tags(bundle.run_id)
+        tags = registry.read_run_tags(bundle.run_id)
         extra_files |= provenance.build_provenance(layout, bundle, tags)
     model_store.store_model(layout, bundle, exported, extra_files, signer)
     if (record := approved.record) is not None:
