@@ -27,12 +27,12 @@ from ratchet.stages.approve import approve
 from ratchet.stages.project import Project
 from ratchet.stages.promote import promote, rollback
 from ratchet.stages.promotions import promotions
-from ratchet.stages.team import TeamMember, TeamOptions, TeamReport, require_run_quota, team
+from ratchet.stages.team import TeamOptions, TeamReport, require_run_quota, team
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
-from ratchet.tracking.mlflow.team import Tenant
+from ratchet.tracking.mlflow.team import TeamMember, Tenant
 
 ROLES = {"vera": "viewer", "tom": "trainer", "pia": "promoter"}
 LOSS = "validation/loss"

@@ -14,19 +14,10 @@ from ratchet.runs.replication.store import RunObjectNames
 from ratchet.stages.project import Project
 from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow.client import MlflowTracker
-from ratchet.tracking.mlflow.team import MAX_DIGITS, UNLIMITED, Quota, Role, Tenant, Usage
+from ratchet.tracking.mlflow.team import MAX_DIGITS, UNLIMITED, Quota, Role, TeamMember, Tenant, Usage
 
 WAIT_S = 15.0
 """Longest wait for a slow server before a training begins without a check of its quota."""
-
-
-class TeamMember(Record):
-    """A user with a role."""
-
-    user: str
-    role: Role
-    is_administrator: bool
-    """Whether the user is an administrator of the server, who may do everything."""
 
 
 class TeamReport(Record):
@@ -97,7 +88,7 @@ def team(project: Project, options: TeamOptions = TeamOptions()) -> TeamReport:
     limits, used = tenant.read_quota(), tenant.read_usage()
     return TeamReport(
         server=tenant.server, tenant=tenant.name, model_name=project.settings.promote.model_name,
-        members=tuple(TeamMember(**vars(member)) for member in members), quota_runs=limits.runs,
+        members=tuple(members), quota_runs=limits.runs,
         quota_bytes=limits.disk_bytes, runs=used.runs, model_bytes=used.model_bytes, replica_bytes=used.replica_bytes,
         created_user=created_user,
     )  # fmt: skip

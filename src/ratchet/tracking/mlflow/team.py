@@ -27,6 +27,7 @@ from ratchet.config.settings import Settings
 from ratchet.errors import DOCUMENTATION, PermissionRefusedError, SettingsError
 from ratchet.runs.replication.remote_status import resolve_replica
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow import experiments
 from ratchet.tracking.mlflow.client import MlflowTracker
 from ratchet.tracking.mlflow.experiments import FORBIDDEN, RUN_TAG, WORKSPACE, MlflowStore, find_http_status
@@ -74,13 +75,13 @@ class Usage:
         return self.model_bytes + self.replica_bytes
 
 
-@dataclass(frozen=True)
-class Member:
+class TeamMember(Record):
     """A user with one of Ratchet's roles."""
 
     user: str
     role: Role
-    is_administrator: bool = False
+    is_administrator: bool
+    """Whether the user is an administrator of the server, who may do everything."""
 
 
 class Tenant:
@@ -104,7 +105,7 @@ class Tenant:
 
     # ------------------------------------------------------------------------------------------------ users and roles
 
-    def read_members(self) -> list[Member]:
+    def read_members(self) -> list[TeamMember]:
         """Return the users with a role, by name. Users who are not administrators see only themselves.
 
         Raises:
@@ -120,7 +121,7 @@ class Tenant:
                 users = [{**current, "roles": found["roles"]}]
         workspace = self.name or DEFAULT_WORKSPACE
         members = [
-            Member(user["username"], role, user["is_admin"])
+            TeamMember(user=user["username"], role=role, is_administrator=user["is_admin"])
             for user in users
             for role in ROLES
             if any((r["workspace"], r["name"]) == (workspace, ROLE_PREFIX + role) for r in user["roles"])
