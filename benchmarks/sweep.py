@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt -e .
     python benchmarks/sweep.py [--quick] [--task TASK] [--data DIR] [--seeds N] [--equal-tokens]
-                               [--json FILE]
+                               [--turns FILE] [--json FILE]
 
 All three use the same rows, the same small base, one worker and one thread. The rows are the bundled requests, or those
 of another task of curves_record.py. They minimise validation loss over rank and learning rate, with alpha = 2 x rank. A
@@ -22,6 +22,9 @@ The grid is divided into as many pieces as there are seeds of the samplers, and 
 counted in trained answer tokens, until the end of the first training whose best validation loss is at most the target.
 The target is unknown during a search, so figures of complete sweeps are reported as well, and the cost of a grid in
 random order. Time begins with the command (Optuna: with its imports) and ends with that training.
+
+All turns of a task take hours. With `--turns FILE`, each finished turn is kept there, and the same command continues
+after the last one.
 """
 
 import argparse
@@ -35,8 +38,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from curves_record import BASE, TASKS, Task, copy_rows
 from report import finish
@@ -213,26 +217,45 @@ class Found:
         return min(self.grid, key=lambda one: self.grid[one].value)
 
 
-def measure(work: Path, shape: Shape, task: Task, data: Path, equal_tokens: bool, server: ForkServer) -> Found:
+def measure(work: Path, shape: Shape, given: argparse.Namespace, server: ForkServer) -> Found:
     """Run grid, sweeps and peers in turns. `server` starts the trainings of the grid, without imports for each."""
-    made, settings = build(work / "made", shape, task, data)
-    grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
-    for turn, seed in enumerate(shape.samplers):
-        found.grid |= {one: cell(grid, settings, server, one) for one in shape.cells[turn::turns]}
+    found, kept = Found(), given.turns
+    done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
+    for line in done:
+        add(found, json.loads(line))
+    made, settings = build(work / "made", shape, TASKS[given.task], given.data)
+    grid, turns = project(made, work / "grid", settings), len(shape.samplers)
+    for turn, seed in list(enumerate(shape.samplers))[len(done) :]:
+        cells = [(*one, asdict(cell(grid, settings, server, one))) for one in shape.cells[turn::turns]]
         chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(seed=seed)})
         layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
         before = identities(layout)
         searched, report = sweep(layout)
-        found.made_again += identities(layout) != before
-        found.sweeps.append(searched)
-        found.reports.append(report)
-        limit = searched.tokens if equal_tokens else None
-        found.peers.append(peer(layout, seed, planned_steps(grid), limit))
-        for who, one in (("sweep", searched), ("optuna", found.peers[-1])):
+        made_again = identities(layout) != before
+        limit = searched.tokens if given.equal_tokens else None
+        theirs = peer(layout, seed, planned_steps(grid), limit)
+        for who, one in (("sweep", searched), ("optuna", theirs)):
             print(f"{who:6} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
         shutil.rmtree(layout.root)
+        measured = {
+            "grid": cells, "sweep": asdict(searched), "report": report.model_dump(mode="json"),
+            "peer": asdict(theirs), "made_again": made_again,
+        }  # fmt: skip
+        add(found, measured)
+        if kept:
+            with kept.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(measured) + "\n")
     found.again = [cell(grid, settings, server, found.best, seed) for seed in shape.seeds]
     return found
+
+
+def add(found: Found, turn: dict[str, Any]) -> None:
+    """Add a turn, as a line of the file of turns has it."""
+    found.grid |= {(rank, rate): Take(**take) for rank, rate, take in turn["grid"]}
+    found.reports.append(SweepReport.model_validate(turn["report"]))
+    found.made_again += turn["made_again"]
+    for searches, name in ((found.sweeps, "sweep"), (found.peers, "peer")):
+        searches.append(Search(turn[name]["begun"], [Take(**take) for take in turn[name]["takes"]]))
 
 
 def planned_steps(grid: ProjectLayout) -> int:
@@ -337,6 +360,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 10; quick: 1)")
     parser.add_argument("--equal-tokens", action="store_true", help="end Optuna's loop after the tokens of the sweep")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="keep finished turns there, and continue after them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     given = parser.parse_args()
     shape = SHAPES[given.quick]
@@ -344,7 +368,7 @@ def main() -> int:
         shape = replace(shape, samplers=tuple(range(given.seeds)))
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="ratchet-sweep-") as folder, ForkServer() as server:
-        found = measure(Path(folder), shape, TASKS[given.task], given.data, given.equal_tokens, server)
+        found = measure(Path(folder), shape, given, server)
     return finish(list(judged(found, given.quick, given.equal_tokens)), given.json)
 
 

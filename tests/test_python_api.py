@@ -163,6 +163,7 @@ def test_names_to_compare_may_be_too_few(trained: tuple[Any, ...]) -> None:
         ratchet.compare(trained[0], [])
 
 
+@pytest.mark.long
 def test_a_run_can_be_trained_in_a_thread(tmp_path: Path) -> None:
     project = ratchet.Project(tiny_project.prepared(tmp_path / "project").root)
     with ThreadPoolExecutor(1) as pool:

@@ -88,7 +88,13 @@ def test_the_shapes_have_the_published_number_of_parameters(
     assert model_spec.load(tmp_path).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "promise"), EXAMPLES.items())
+@pytest.mark.parametrize(
+    ("name", "promise"),
+    [
+        pytest.param(*item, marks=pytest.mark.long if item[0] in ("distillation", "preferences") else [])
+        for item in EXAMPLES.items()
+    ],
+)
 def test_the_forecast_fits_the_gpu_and_is_the_figure_of_the_readme(name: str, promise: Promise, tmp_path: Path) -> None:
     settings = params_file.load(init.EXAMPLES / name / "params.yaml")
     layout = ProjectLayout(tmp_path)

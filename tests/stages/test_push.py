@@ -329,7 +329,13 @@ REFUSALS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case in ("unreachable", "wrong token", "not an id") else pytest.mark.long)
+        for case in REFUSALS
+    ],
+)
 def test_a_refused_push_says_why_once(layout: ProjectLayout, hub: Hub, case: str) -> None:
     arguments, more, message = REFUSALS[case]
     hub.add("bob/public", {"model.safetensors": b"of bob"})

@@ -140,6 +140,7 @@ def test_a_team_sees_one_champion_and_each_fetches_it(team: Team, server: str) -
     assert team.files("bob") == team.files("ada"), "the mark of the forced promotion returns in every clone"
 
 
+@pytest.mark.long
 def test_an_audit_fetches_the_model_and_compares_with_the_server(team: Team, server: str) -> None:
     team.promote("ada", "a")
     report = audit(team.project("bob"))
@@ -238,7 +239,13 @@ def test_a_person_who_is_killed_before_the_commit_blocks_nobody(team: Team, proc
     assert team.files("ada") == team.files("bob")
 
 
-@pytest.mark.parametrize("method", ["move_alias", "annotate_version", "set_model_version_tag"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "move_alias",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("annotate_version", "set_model_version_tag")),
+    ],
+)
 def test_a_commit_is_completed_by_another_person(team: Team, processes: Any, method: str) -> None:
     write_outputs(team.layouts["ada"], "a")
     kill_in(team, processes, "ada", method)
@@ -281,6 +288,7 @@ def test_an_interrupted_upload_is_continued(team: Team, processes: Any, monkeypa
     files.verify_sealed(team.layouts["bob"].promoted_model(digest), "model")
 
 
+@pytest.mark.long
 def test_an_alias_that_was_moved_by_hand_is_reported(team: Team) -> None:
     team.promote("ada", "a")
     team.promote("ada", "b")
@@ -368,6 +376,7 @@ def approve_in_process(team: Team, processes: Any, actor: str, verdict: str, is_
     return process
 
 
+@pytest.mark.long
 def test_people_on_other_machines_approve_at_once(approving: Team, server: str, processes: Any) -> None:
     team = approving
     verdict = digests.hash_file(team.layouts["ada"].verdict)

@@ -167,6 +167,7 @@ def test_who_is_no_promoter_changes_no_champion(acme: Company, actor: str) -> No
         assert (registry.champion(), [v.number for v in registry.versions()]) == (1, [1])
 
 
+@pytest.mark.long
 def test_a_trainer_cannot_roll_back_and_leaves_no_intent(acme: Company) -> None:
     assert acme.promote("pia", "b") == 2
     with user(acme.server, "tom", "acme"):
@@ -477,6 +478,7 @@ def test_a_new_run_above_the_quota_is_refused_and_one_that_exists_is_not(
             require_run_quota(small.project("pia"), new_runs=20)
 
 
+@pytest.mark.long
 def test_a_model_above_the_quota_is_not_uploaded(small: Company) -> None:
     from mlflow import MlflowClient
 

@@ -126,10 +126,10 @@ def test_the_adapter_is_that_of_the_best_validation(train_here: TrainHere) -> No
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rank": 64},
+        pytest.param({"rank": 64}, marks=pytest.mark.long),
         {"optimizer": "adamw_8bit", "rank": 64},  # 64 x 64 elements: large enough for 8-bit optimizer states
         pytest.param({"initialization": "eva"}, marks=pytest.mark.long),
-        {"initialization": "loftq"},
+        pytest.param({"initialization": "loftq"}, marks=pytest.mark.long),
     ],
     ids=str,
 )
