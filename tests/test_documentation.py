@@ -106,7 +106,7 @@ def find_broken_links(page: Path, text: str) -> Iterator[str]:
         generated = file.parent == DOCS / "reference" and file.stem in load_reference().PAGES
         if not generated and not file.exists():
             yield f"{target}: no such file"
-        elif anchor:
+        elif anchor and file.suffix == ".md":  # `picture.png#gh-dark-mode-only` names a theme
             there = write_page(file.stem) if generated else text if file == page else file.read_text(encoding="utf-8")
             if anchor not in list_anchors(there):
                 yield f"{target}: no such anchor"
@@ -230,6 +230,12 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [fault.split(": ")[1] for fault in find_missing_files(text)] == ["runs/none.py", "deploy/none.yaml"]
     assert len(list(find_syntax_errors(text))) == 1
+
+
+def test_every_picture_is_on_a_page_with_a_description() -> None:
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = set(re.findall(r"!\[[^\]]+\]\((?:[\w.-]+/)*([\w.-]+)", texts))
+    assert {path.name for suffix in ("png", "svg") for path in DOCS.rglob(f"*.{suffix}")} - shown == set()
 
 
 def test_no_page_is_longer_than_its_budget() -> None:
