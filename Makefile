@@ -61,7 +61,7 @@ $(VENV)/.peers: $(VENV)/.ready
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[benchmarks]'
 	@touch $@
 
-# Half an hour on two cores that do nothing else; the tables of docs/performance.md are written.
+# Half an hour on two cores that do nothing else; the tables of docs/evidence_speed.md are written.
 bench: $(VENV)/.peers
 	python benchmarks/everything.py
 

@@ -1,4 +1,4 @@
-"""Runs all benchmarks one after the other, each in its own process, and writes their tables to docs/performance.md.
+"""Runs all benchmarks one after the other, each in its own process, and writes their tables to docs/evidence_speed.md.
 
     make bench                      installs the peers first
     python benchmarks/everything.py [--only NAME ...] [--full] [--document FILE] [--json FOLDER]
@@ -35,7 +35,7 @@ from ratchet.storage import files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENT = ROOT / "docs" / "evidence_speed.md"
 SUMMARY = "summary"
 """Region with machine, versions and all benchmarks."""
 PATIENCE = 3.0

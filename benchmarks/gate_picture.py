@@ -30,7 +30,7 @@ class Shares:
 
 
 def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
-    """Draw STEM.svg and STEM.png. The bytes are the same each time."""
+    """Draw STEM.svg. The bytes are the same each time."""
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
@@ -45,7 +45,6 @@ def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
     figure.supxlabel("true difference, points of accuracy (dashed: margin)", fontsize=9)
     figure.supylabel("share of evaluations", fontsize=9)
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(stem.with_suffix(".png"), dpi=110, metadata={"Software": None})
 
 
 def _decisions(axes: Axes, shares: Sequence[Shares], margin: float) -> None:

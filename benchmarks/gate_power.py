@@ -9,7 +9,7 @@
    standard errors overlap" (the usual reading of results of lm-eval, which reports a separate error for each model).
 
 Every error rate may be at most 5 % plus three standard errors of the simulation. Seeds are fixed. --quick draws 300
-cases instead of 2,000; --picture draws STEM.svg and STEM.png.
+cases instead of 2,000; --picture draws STEM.svg.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="300 cases each instead of 2,000")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
-    parser.add_argument("--picture", type=Path, metavar="STEM", help="draw STEM.svg and STEM.png")
+    parser.add_argument("--picture", type=Path, metavar="STEM", help="draw STEM.svg")
     args = parser.parse_args()
     cases = CASES_QUICK if args.quick else CASES
     shares = curve(cases)

@@ -10,8 +10,7 @@ reported relative to the median resident memory. Speed is the median over window
 compared with those of the second third, because the first third includes warm-up. **Rows**: sealed splits of 1,000,
 10,000 and 100,000 generated rows (full: also a million). Measured are the times for verifying digests, for opening, and
 for ordering rows and building the first batch, and then tokens per second; sizes take turns. **Ranks**: bytes of a
-checkpoint by trainable parameters; weight and two moments in float32 are 12 bytes. --picture draws STEM.svg and
-STEM.png.
+checkpoint by trainable parameters; weight and two moments in float32 are 12 bytes. --picture draws STEM.svg.
 """
 
 import argparse
@@ -150,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2,000 steps, 100,000 rows: minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--picture", type=Path, metavar="STEM", help="draw STEM.svg and STEM.png")
+    parser.add_argument("--picture", type=Path, metavar="STEM", help="draw STEM.svg")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ratchet-growth-") as folder:
         found = measure(Path(folder), SHAPES[given.quick])

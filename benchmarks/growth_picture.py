@@ -36,14 +36,13 @@ def windows(steps: dict[str, Any]) -> list[float]:
 
 
 def draw(found: Growth, stem: Path) -> None:
-    """Draw STEM.svg and STEM.png."""
+    """Draw STEM.svg."""
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     panels = figure.subplots(2, 3)
     _steps(panels[0], found.steps)
     _others(panels[1], found)
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
-    figure.savefig(stem.with_suffix(".png"), dpi=110, metadata={"Software": None})
 
 
 def _steps(panels: Sequence[Axes], steps: dict[str, Any]) -> None:

@@ -300,7 +300,8 @@ def same_order(found: Found, threads: int) -> Row:
     theirs = run_cell("trainer-in-order", found.layout, threads)
     pairs = list(zip(found.figures["ours"][0].losses, theirs.losses, strict=True))
     worst = max(abs(a / b - 1) for a, b in pairs)
-    return at_most(f"{found.cell.name}: loss of a step beside Trainer's, {len(pairs)} steps", worst, SAME_ORDER)
+    name = f"{found.cell.name}: difference from Trainer's loss of a step, {len(pairs)} steps"
+    return at_most(name, worst, SAME_ORDER)
 
 
 def main() -> int:

@@ -182,7 +182,7 @@ def test_a_document_without_a_place_is_refused_before_anything_is_measured(
 
 def test_the_document_has_a_place_for_every_benchmark(module: Module) -> None:
     everything = module("everything")
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "evidence_speed.md").read_text(encoding="utf-8")
     assert everything.missing_regions(text, everything.BENCHMARKS) == []
     assert sum(one.planned_s for one in everything.chosen((), full=False)) <= 60 * everything.MINUTES
 

@@ -42,6 +42,7 @@ BUDGETS = yaml.safe_load(Path(__file__).with_name("documentation.yaml").read_tex
 WRONG = set(BUDGETS["wrong_on_purpose"])
 HISTORY = DOCS / "changelog.md"  # names what existed once
 FENCE = re.compile(r"^( *)(`{3,})(\w*)\n(.*?)^\1\2\s*$", re.DOTALL | re.MULTILINE)
+SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n\n|\n(?:-|\d+\.) ")
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FILES = re.compile(r"\.(json|jsonl|html|md|py|yaml|yml|lock|pem|png|svg|parquet|csv|arrow|sh|gguf)$")
 SHELL_ENDS = {"&&", "||", "|", ";", "#", "→", "->"}
@@ -106,7 +107,7 @@ def find_broken_links(page: Path, text: str) -> Iterator[str]:
         generated = file.parent == DOCS / "reference" and file.stem in load_reference().PAGES
         if not generated and not file.exists():
             yield f"{target}: no such file"
-        elif anchor:
+        elif anchor and file.suffix == ".md":  # `picture.png#gh-dark-mode-only` names a theme
             there = write_page(file.stem) if generated else text if file == page else file.read_text(encoding="utf-8")
             if anchor not in list_anchors(there):
                 yield f"{target}: no such anchor"
@@ -230,6 +231,24 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [fault.split(": ")[1] for fault in find_missing_files(text)] == ["runs/none.py", "deploy/none.yaml"]
     assert len(list(find_syntax_errors(text))) == 1
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_page_has_short_sentences_and_plain_words_and_names_the_next_page(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "<", "!")))
+    lengths = [n for sentence in SENTENCE_END.split(prose) if (n := len(sentence.split())) > 2]
+    assert sum(lengths) / len(lengths) <= 18
+    rules = yaml.safe_load(Path(__file__).with_name("plain_english.yaml").read_text(encoding="utf-8"))["words"]
+    assert [match[0] for rule in rules if (match := re.search(rule["pattern"], prose, re.IGNORECASE))] == []
+    if page.name not in BUDGETS["without_next"]:
+        assert re.search(r"\b[Nn]ext:?\s", prose[-400:]), "expected a line `Next: [page](page.md)`"
+
+
+def test_every_picture_is_on_a_page_with_a_description() -> None:
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = set(re.findall(r"!\[[^\]]+\]\((?:[\w.-]+/)*([\w.-]+)", texts))
+    assert {path.name for suffix in ("png", "svg") for path in DOCS.rglob(f"*.{suffix}")} - shown == set()
 
 
 def test_no_page_is_longer_than_its_budget() -> None:

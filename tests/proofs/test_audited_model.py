@@ -1,4 +1,4 @@
-"""Proves the sentence of docs/audit.md "names the file or digest that proves each fact" for a model that was really
+"""Proves the sentence of docs/audit.md "Each fact names the file or digest that proves it" for a model that was really
 trained, exported, evaluated, judged, promoted and deployed: every fact fits, and a changed byte does not."""
 
 import json

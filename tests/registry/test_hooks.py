@@ -71,7 +71,7 @@ def test_an_event_is_sent_once_and_signed(serve: Serve, event: Path, monkeypatch
 def test_the_receiver_of_the_docs_refuses_forgeries_and_repetitions(
     serve: Serve, event: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "promotion.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
     deployed: list[str] = []
     found: dict[str, Any] = {"deploy": deployed.append}
     exec(text.split("```python\n")[1].split("```")[0], found)  # noqa: S102 (our own page)

@@ -34,7 +34,7 @@ def set_library_defaults() -> None:
     """
     # Let threads that wait for each other sleep; by default, libgomp lets them spin. On two idle processors, a step
     # takes 1.7 times as long with sleeping threads as with spinning threads. Next to one busy process, however, a step
-    # takes 40 times as long with spinning threads (docs/performance.md, "Threads that wait").
+    # takes 40 times as long with spinning threads (docs/evidence_speed.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # oneDNN and ideep keep up to 1024 kernels by default, one for each shape of a 16-bit product. With batches of many
     # lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps; with 32 kernels it holds 35 MB at

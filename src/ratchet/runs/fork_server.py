@@ -1,6 +1,6 @@
 """Starts worker processes by fork, from a server process that has imported torch and transformers once.
 
-Importing the libraries takes most of a worker's start (docs/performance.md). The server imports them for its first
+Importing the libraries takes most of a worker's start (docs/evidence_speed.md). The server imports them for its first
 worker, computes nothing and does not use CUDA, so each fork of it can start threads and use CUDA itself. A fork
 behaves like `python -m MODULE ARGUMENTS`: own session, own environment, standard output and error in a log.
 

@@ -32,7 +32,7 @@ def count_concurrent_trials(settings: Settings) -> int:
     """Return how many trials a worker on this machine trains together.
 
     It is 1 if the settings of section train do not allow a group. `auto` is 1: the rows of one trial keep a CPU busy
-    (docs/performance.md), and groups are not measured on a GPU yet.
+    (docs/evidence_speed.md), and groups are not measured on a GPU yet.
     """
     if has_agent(settings.machine):  # each trial needs several ranks
         return 1
