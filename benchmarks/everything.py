@@ -70,6 +70,7 @@ BENCHMARKS = (
     Benchmark("growth", 130, arguments=("--picture", "docs/growth")),
     Benchmark("memory", 105),
     Benchmark("merge", 102),
+    Benchmark("four_bits", 60, is_quick=False),
     Benchmark("prepare", 126),
     Benchmark("sweep", 280),
     Benchmark("sweep_curves", 30),

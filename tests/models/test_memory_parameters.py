@@ -46,7 +46,7 @@ def test_bytes_are_those_of_a_really_quantised_model(family: str, saved_family: 
     model = loaded(saved_family(family), settings)
     stored = parameters.estimate_base_sizes(model_spec.load(saved_family(family)), settings, compute_bytes=2)
     assert figures(stored) == measured(model)
-    quantised = [name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
+    quantised = [name for name, module in model.named_modules() if type(module).__name__ == "TiledLinear4bit"]
     assert list(stored.quantized_modules) == quantised
 
 

@@ -15,6 +15,7 @@ import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import adapters, loading, scoring
+from ratchet.models.tiled_linear import TiledLinear4bit
 from ratchet.models.weights import dense_weight
 
 CPU = torch.device("cpu")
@@ -147,7 +148,9 @@ def test_other_quantisations_are_named_and_refused(
 
 def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_their_own(saved_family: Saved) -> None:
     model = loading.load(saved_family("falcon"), None, Train(), CPU)
-    assert {type(module) for name, module in model.named_modules() if name.endswith("query_key_value")} == {Linear4bit}
+    assert {type(module) for name, module in model.named_modules() if name.endswith("query_key_value")} == {
+        TiledLinear4bit
+    }
     plain = loading.load(saved_family("falcon"), None, Train(quantization="none"), CPU)
     assert torch.allclose(logits(plain), logits(families.make("falcon")), atol=1e-5)
     assert not torch.equal(logits(model), logits(plain))

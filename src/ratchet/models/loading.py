@@ -18,6 +18,7 @@ from ratchet.models import base_model, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
 from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
+from ratchet.models.tiled_linear import TiledLinear4bit
 from ratchet.storage.progress import report_step
 from ratchet.storage.records.base import BaseCard
 
@@ -160,6 +161,8 @@ def _read_weights(
             # place to a layout whose kernel rounds to bfloat16 and has no gradient. After the first validation,
             # training would continue without an error, but with wrong results.
             module.support_avx512bf16_for_cpu = False
+            if device.type == "cpu":
+                module.__class__ = TiledLinear4bit
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
     model.config.use_cache = False

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import bitsandbytes
 import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ratchet.errors import SettingsError
-from ratchet.models import weights
+from ratchet.models import tiled_linear, weights
 from ratchet.models.device import Model
 from ratchet.models.memory import forecast as rank_memory
 from ratchet.models.model_spec import find_blocks
@@ -88,11 +87,10 @@ class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has 
     """A 4-bit layer whose packed weights FSDP gathers and frees; its quantisation constants stay in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute as bitsandbytes does, with the same kernel. x: [..., inputs]; returns [..., outputs]."""
+        """Compute as the layer did before it was sharded. x: [..., inputs]; returns [..., outputs]."""
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        output: Tensor = bitsandbytes.matmul_4bit(x.to(dtype), self.weight, bias=bias, quant_state=self.quant_state)
-        return output.to(x.dtype)
+        return tiled_linear.multiply(x.to(dtype), self.weight, self.quant_state, bias).to(x.dtype)
 
 
 class _LayerAllGather:

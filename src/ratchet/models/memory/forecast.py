@@ -146,7 +146,7 @@ class MemoryForecastBuilder:
         self.teacher_sizes: BaseTensorSizes | None = None
         if (teacher := self.work.teacher) is not None:
             model, self.teacher_sizes = meta_model.build_frozen(
-                teacher, derive_teacher_settings(self.settings), self.dtype
+                teacher, derive_teacher_settings(self.settings), self.dtype, device
             )
             directory = teacher.directory or Path()
             self.teacher = OnlineTeacher(model, teacher.embedding_rows, self.settings.distill, directory)

@@ -23,6 +23,7 @@ from ratchet.models.memory import parameters
 from ratchet.models.memory.parameters import BLOCK_SIZE, NESTED_BLOCK_SIZE, BaseTensorSizes
 from ratchet.models.memory.trace import AllocationTrace, Device, MallocSimulator, MemoryPeak, Segment
 from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
+from ratchet.models.tiled_linear import TiledLinear4bit
 
 PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
 """Numbers of periods of the two models that represent a longer model. At least three periods are needed: the last block
@@ -134,7 +135,7 @@ def build(
 
     def quantize_and_adapt(model: Model) -> Model:
         if names := parameters.measure_base_sizes(model, settings).quantized_modules:
-            _quantize_on_meta(model, names, settings, dtype)
+            _quantize_on_meta(model, names, settings, dtype, device)
         return _attach_adapter(model, settings, new_tokens)
 
     full = build_plain()
@@ -153,7 +154,7 @@ def build(
     return ExtrapolatedMetaModel(tuple(models), (*lengths, repetition.count), tuple(boundary_blocks), base_sizes)
 
 
-def build_frozen(spec: ModelSpec, settings: Train, dtype: torch.dtype) -> tuple[Model, BaseTensorSizes]:
+def build_frozen(spec: ModelSpec, settings: Train, dtype: torch.dtype, device: Device) -> tuple[Model, BaseTensorSizes]:
     """Build a frozen model without adapter for forward passes on the meta device; return it with its tensor sizes.
 
     Raises SettingsError if a matrix does not fit into tensors of train.quantization_storage.
@@ -161,16 +162,19 @@ def build_frozen(spec: ModelSpec, settings: Train, dtype: torch.dtype) -> tuple[
     model = spec.model(dtype, settings.attention)
     base_sizes = parameters.measure_base_sizes(model, settings)
     if base_sizes.quantized_modules:
-        _quantize_on_meta(model, base_sizes.quantized_modules, settings, dtype)
+        _quantize_on_meta(model, base_sizes.quantized_modules, settings, dtype, device)
     return model.requires_grad_(False), base_sizes
 
 
-def _quantize_on_meta(model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype) -> None:
+def _quantize_on_meta(
+    model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype, device: Device
+) -> None:
     """Replace these modules by bitsandbytes layers with weights and constants of the right sizes."""
     for name in names:
         module = model.get_submodule(name)
         inputs, outputs = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-        layer: Any = Linear4bit(inputs, outputs, module.bias is not None, dtype, device="meta")
+        kind = TiledLinear4bit if device == "cpu" else Linear4bit  # as in models/loading.py
+        layer: Any = kind(inputs, outputs, module.bias is not None, dtype, device="meta")
         layer.weight = _pack_on_meta(layer, settings, dtype)
         layer.bias = module.bias
         layer.source_cls = type(module)  # transformers sets it too
