@@ -3,6 +3,7 @@
 Of the modules of this package, this module imports only memory/capacity.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 from ratchet.config.units import format_bytes
 from ratchet.errors import SettingsError, first_line
 from ratchet.models.memory import capacity
+from ratchet.runs.gpus import VISIBLE, count_visible_gpus, list_visible_gpus
 
 Model = Any
 """A transformers or peft model; the libraries' own types are not more precise."""
@@ -48,10 +50,39 @@ def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> N
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device that `machine.device` selects. Raises SettingsError for `cuda` without a GPU."""
-    if setting == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("machine.device: cuda, but torch finds no GPU; set auto or cpu, or install a CUDA build")
-    return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
+    """Return the device that `machine.device` selects.
+
+    Raises SettingsError for `cuda` without a GPU; and for `auto` if the driver shows a GPU that a CUDA build of torch
+    cannot use. A run that lost its GPU would otherwise resume on the CPU, many times slower.
+    """
+    if setting == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if setting == "cuda":
+        raise SettingsError(
+            f"machine.device: cuda, but torch finds no GPU ({explain_missing_gpu()}); set auto or cpu, or install a "
+            "CUDA build"
+        )
+    if torch.version.cuda is not None and count_visible_gpus():
+        raise SettingsError(
+            f"machine.device: auto, but torch cannot use the GPU of this machine ({explain_missing_gpu()}); repair "
+            "that, or set cpu"
+        )
+    return torch.device("cpu")
+
+
+def explain_missing_gpu() -> str:
+    """Return why torch can use no GPU."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if os.environ.get(VISIBLE) is not None and not list_visible_gpus():
+        return f"{VISIBLE} hides all GPUs"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch raises several types; the text names the driver, the device or the library
+        return first_line(error)
+    return "the driver lists none"
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -114,6 +145,8 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
             weight = weight.to(device)
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             relative_error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # of the GPU's state, not of its kernels
         except Exception as error:  # kernels for other devices raise arbitrary errors
             return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(error)})"
         if not relative_error <= MAX_ROUNDING_ERROR[kind]:

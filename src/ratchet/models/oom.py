@@ -1,4 +1,4 @@
-"""Detects out-of-memory errors, releases memory, and suggests settings that need less."""
+"""Detects out-of-memory errors and lost GPUs, releases memory, and suggests settings that need less."""
 
 import gc
 from collections.abc import Iterator
@@ -25,6 +25,11 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
+_DEVICE_LOST_TEXTS = (
+    "CUDA error:",  # also of cuBLAS and cuSOLVER, whose errors torch 2.13 does not raise as AcceleratorError
+    "CUDA driver error:",
+    "cuDNN error:",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -32,6 +37,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether the process cannot compute on its GPU any more, so that it must end."""
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _DEVICE_LOST_TEXTS)
 
 
 def release_memory() -> None:
