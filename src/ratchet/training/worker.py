@@ -30,7 +30,17 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.models import adapters, base_model, initialization, loading, model_card, model_spec, oom, targets, vocabulary
+from ratchet.models import (
+    adapters,
+    base_model,
+    initialization,
+    loading,
+    model_card,
+    model_spec,
+    oom,
+    targets,
+    vocabulary,
+)
 from ratchet.models.memory import parameters as model_parameters
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.start_adapter import StartAdapter
