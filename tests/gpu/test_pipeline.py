@@ -31,22 +31,21 @@ def test_exported_models_answer_as_the_trained_one(trained: ProjectLayout, recor
     assert {artifact["name"] for artifact in artifacts} >= {"hf", "gguf/f32", "gguf/q8_0"}
 
 
-@pytest.mark.parametrize("command", ["profile", "evaluate"])
-def test_commands_of_a_trained_project(command: str, trained: ProjectLayout) -> None:
-    done = tiny_project.ratchet(trained, command)
+@pytest.mark.parametrize("command", [("train", "--profile", "12"), ("evaluate",)], ids=" ".join)
+def test_commands_of_a_trained_project(command: tuple[str, ...], trained: ProjectLayout) -> None:
+    done = tiny_project.ratchet(trained, *command)
     assert done.returncode == 0, done.stderr
 
 
-def test_generation_gives_every_prompt_its_answer_again(trained: ProjectLayout, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"my bill number {n}"}) + "\n" for n in range(24)))
+def test_an_answer_does_not_depend_on_the_other_prompts(trained: ProjectLayout, tmp_path: Path) -> None:
     answers = []
-    for rows in (1, 8):
-        target = tmp_path / f"{rows}.jsonl"
+    for count in (24, 5):
+        prompts, target = tmp_path / f"prompts-{count}.jsonl", tmp_path / f"{count}.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"my bill number {n}"}) + "\n" for n in range(count)))
         done = tiny_project.ratchet(
-            trained, "generate", "--input", str(prompts), "--output", str(target), "--batch-rows", str(rows)
+            trained, "generate", str(prompts), "--output", str(target), "--set", "generate.max_new_tokens=12"
         )
         assert done.returncode == 0, done.stderr
-        answers.append([json.loads(line)["response"] for line in target.read_text().splitlines()])
+        answers.append([json.loads(line)["answer"] for line in target.read_text().splitlines()])
     assert len(answers[0]) == 24
-    assert answers[0] == answers[1]
+    assert answers[0][:5] == answers[1]

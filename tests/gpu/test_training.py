@@ -14,6 +14,7 @@ import small_loop
 import tiny_project
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
+from ratchet.errors import InterruptedRunError
 from ratchet.models import oom
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection.injection import FaultInjector, InjectedFault
@@ -23,18 +24,17 @@ from resume_cases import train_with_kills
 from tiny_project import outcome
 
 KILLS = {"cuda": 12, "cpu": 1}
+WIDE = {"hidden_size": 1024, "intermediate_size": 1024, "layers": 1, "heads": 8}
 LIMIT_BYTES = 2**25
 """Memory that a step may use in the test of memory that runs out; its largest micro-batch needs several times this."""
 
 
 def settings(device: torch.device, train: dict[str, Any] | None = None, **machine: Any) -> Settings:
     """Return settings of a project whose matrices are large enough for paged 8-bit states (100,000 elements)."""
-    base = tiny_project.SETTINGS.base.model_copy(
-        update={"tiny": tiny_project.TINY.model_copy(update={"hidden_size": 512, "layers": 1, "heads": 8})}
-    )
+    base = tiny_project.SETTINGS.base.model_copy(update={"tiny": tiny_project.TINY.model_copy(update=WIDE)})
     optimizer = "paged_adamw_8bit" if device.type == "cuda" else "adamw_8bit"
     chosen = Train(
-        **tiny_project.TRAIN.model_dump() | {"rank": 256, "alpha": 256, "optimizer": optimizer} | (train or {})
+        **tiny_project.TRAIN.model_dump() | {"rank": 128, "alpha": 128, "optimizer": optimizer} | (train or {})
     )
     known = tiny_project.MACHINE.model_copy(update={"device": device.type, "max_restarts": 20} | machine)
     return tiny_project.SETTINGS.model_copy(update={"base": base, "train": chosen, "machine": known})
@@ -79,7 +79,8 @@ def test_a_resumed_loop_is_exact(changes: dict[str, Any], tmp_path: Path, device
         whole = small_loop.loop_of(tmp_path / "whole", train, device=device)
         whole.run()
         part = RunPaths(tmp_path / "part")
-        small_loop.loop_of(part.root, train, small_loop.after_steps(part, 7), device=device).run()
+        with pytest.raises(InterruptedRunError):
+            small_loop.loop_of(part.root, train, small_loop.after_steps(part, 3), device=device).run()
         resumed = small_loop.loop_of(part.root, train, device=device)
         resumed.run()
     finally:

@@ -29,6 +29,15 @@ FLOATING = {ATEN.cumsum.default, ATEN.histc.default}
 """Operations without one for floating-point numbers (ScanKernels.cpp, SummaryOps.cu)."""
 
 
+class _Memory:
+    """The size in bytes of the largest tensor that fits into the memory of the GPU."""
+
+    largest_bytes = 2**40
+
+
+memory = _Memory()
+
+
 class SimulatedTensor(Tensor):
     """A tensor on the simulated GPU; `inner` has its values, on the CPU."""
 
@@ -99,7 +108,12 @@ def _compute(function: Any, arguments: Any, options: Any) -> Any:
     if target is not None:
         inner[1]["device"] = torch.device("cpu")
         inner[1].pop("pin_memory", None)
-    result = function(*inner[0], **inner[1])
+    if function is ATEN.histc.default and simulated:  # a CPU counts floating-point numbers only, a GPU integers
+        result = function(inner[0][0].float(), *inner[0][1:], **inner[1]).to(simulated[0].dtype)
+    else:
+        result = function(*inner[0], **inner[1])
+    if isinstance(result, Tensor) and function not in COPIES and result.nbytes > memory.largest_bytes:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {result.nbytes} bytes.")
     if function is ATEN._local_scalar_dense.default or to_host:
         return result
     if not simulated and not _is_simulated(target):
@@ -154,6 +168,7 @@ FUNCTIONS: dict[str, Any] = {
 def simulate() -> Iterator[None]:
     """Give this process a simulated GPU inside the context. Call it before anything is differentiated."""
     backend_registration._setup_privateuseone_for_python_backend("simulated")
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(numbers, device=...)` then asks the modes below
     torch.cuda.default_generators = (torch.default_generator,)
     for name, function in FUNCTIONS.items():
         setattr(torch.cuda, name, function)
