@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import simulated_gpu_cases
 from ratchet.errors import EXIT_BUG, SettingsError
 from ratchet.models import device, loading
 from ratchet.runs.journal import Journal, JournalReader
-from ratchet.training import exit_codes
+from ratchet.training import exit_codes, optimizer
 from simulated_gpu_cases import FOUR_BITS, LONG_CASES, SHORT_CASES
 
 SCRIPT = Path(simulated_gpu_cases.__file__)
@@ -116,3 +117,24 @@ def test_a_gpu_that_cannot_be_used_is_explained(
     with pytest.raises(SettingsError, match=rf"machine.device: {setting}") as caught:
         device.pick_device(setting)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_restored_moments_of_a_paged_optimizer_are_in_its_own_memory() -> None:
+    """A GPU pages the memory that the optimizer has allocated itself. After a rollback it is used again, because
+    bitsandbytes never frees it."""
+    parameter = torch.nn.Parameter(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
+    parameter.grad = torch.ones_like(parameter)
+    own = bitsandbytes.optim.PagedAdamW8bit([parameter])
+    own.step()
+    tensors, values = optimizer.flatten_state(own)
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    pages = [own.state[parameter][name] for name in ("state1", "state2")]
+    parameter.grad = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    own.step()
+    changed = optimizer.flatten_state(own)[0]
+    assert not all(torch.equal(tensor, changed[name]) for name, tensor in saved.items())
+    optimizer.restore(own, saved, values)
+    assert all(own.state[parameter][name] is page for name, page in zip(("state1", "state2"), pages, strict=True))
+    restored = optimizer.flatten_state(own)[0]
+    assert all(torch.equal(tensor, restored[name]) for name, tensor in saved.items())

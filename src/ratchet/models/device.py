@@ -1,4 +1,4 @@
-"""Selects the device, dtype and thread count of computations, describes the device, and tests its 4-bit kernels.
+"""Selects device, dtype and threads, describes the device, tests its 4-bit kernels, and recognizes its errors.
 
 Of the modules of this package, this module imports only memory/capacity.
 """
@@ -32,6 +32,22 @@ for NF4 and 0.122 for FP4 in blocks of 64."""
 TEST_ROWS = 64
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
+    "DefaultCPUAllocator: not enough memory",  # the same on Windows
+    "CUDA error: out of memory",  # allocations outside torch's allocator: pinned and paged memory
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+_DEVICE_LOST_TEXTS = (
+    "CUDA error:",  # also of cuBLAS and cuSOLVER, whose errors torch 2.13 does not raise as AcceleratorError
+    "CUDA driver error:",
+    "cuDNN error:",
+)
 
 
 def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> None:
@@ -114,6 +130,23 @@ def require_dtype(setting: str, device: torch.device) -> None:
     )
 
 
+# Errors of devices; oom.py uses these functions, and this module is below it.
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an out-of-memory error of any device, which a smaller batch may avoid."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether the process cannot compute on its GPU any more, so that it must end."""
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _DEVICE_LOST_TEXTS)
+
+
 # Description of the device, and a test of 4-bit quantization, which runs the kernels instead of checking a version.
 
 
@@ -145,9 +178,9 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
             weight = weight.to(device)
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             relative_error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise  # of the GPU's state, not of its kernels
         except Exception as error:  # kernels for other devices raise arbitrary errors
+            if is_out_of_memory(error) or is_device_lost(error):
+                raise
             return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(error)})"
         if not relative_error <= MAX_ROUNDING_ERROR[kind]:
             return (

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError, first_line
-from ratchet.models import base_model, model_spec, oom, vocabulary, weights
+from ratchet.models import base_model, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
 from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
@@ -120,7 +120,7 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if oom.is_out_of_memory(error) or oom.is_device_lost(error):
+        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
             raise
         raise SettingsError(
             f"train.quantization: {settings.quantization}: {name} does not compute with layers in 4 bits "
@@ -150,7 +150,7 @@ def _read_weights(
                 attn_implementation=config._attn_implementation,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if oom.is_out_of_memory(error) or oom.is_device_lost(error):
+        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
             raise
         raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     weights.trim_heap()
