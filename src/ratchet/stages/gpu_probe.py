@@ -102,8 +102,7 @@ def _list_fitting_models(
             tie_word_embeddings=False,
         )  # fmt: skip
         spec = model_spec.from_config(config)
-        compute_dtype = "bfloat16" if device.type != "cuda" else "auto"
-        train = Train(rank=16, compute_dtype=compute_dtype)
+        train = Train(rank=16, compute_dtype="auto" if device.type == "cuda" else "bfloat16")
         needed = forecast.forecast(spec, train, Machine(activation_checkpointing=True), work).needed_bytes(1)
         if needed > available:
             texts.append(f"{name} needs {format_bytes(needed)} and does not fit")
