@@ -153,8 +153,20 @@ class _Devices(TorchFunctionMode):
         return function(*map(translate, arguments), **{name: translate(value) for name, value in options.items()})
 
 
+class _Event:
+    """An event of a GPU that is always ready."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
 MEMORY_BYTES = 2**34
 FUNCTIONS: dict[str, Any] = {
+    "Event": _Event,
     "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda _: None,
     "synchronize": lambda _=None: None, "empty_cache": lambda: None, "reset_peak_memory_stats": lambda _=None: None,
     "mem_get_info": lambda _=None: (MEMORY_BYTES // 2, MEMORY_BYTES), "memory_reserved": lambda _=None: 2**20,

@@ -29,9 +29,10 @@ from ratchet.models.decoding.decoder import DecodingOptions
 from ratchet.models.memory import capacity
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.training import profiler
+from ratchet.training import distributed, profiler
 from ratchet.training.distillation import OnlineTeacherReader
 from ratchet.training.gpu_temperature import GpuThermometer
+from ratchet.training.step_timer import StepTimer
 from small_loop import SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
 
 FOUR_BITS = Train(compute_dtype="float32")
@@ -135,6 +136,11 @@ def examined() -> None:
     assert device.describe_device(GPU).startswith("NVIDIA L4 (compute capability 8.9), ")
     assert not (fault := device.find_four_bit_fault(GPU, (64, 512), "nf4")), fault
     assert capacity.allocated_bytes(GPU) == 2**20
+    timer = StepTimer(GPU)
+    timer.start()
+    with timer.measure("forward"):
+        distributed.RankGroup(distributed.RankEnvironment(), GPU, lambda: None, 1.0).wait_for_device(GPU)
+    assert timer.stop().seconds >= timer.stop().spans["forward"] > 0
     assert GpuThermometer.of_device(GPU, 40, print).update()
     assert profiler.measure_seconds(lambda: torch.ones(2, device=GPU).sum(), GPU) > 0
 
