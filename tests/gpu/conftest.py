@@ -18,6 +18,9 @@ DEVICE_VARIABLE = "RATCHET_TEST_GPU_DEVICE"
 DEVICE = os.environ.get(DEVICE_VARIABLE, "cuda")
 BUILD = Path(__file__).parents[2] / "build"
 Record = Callable[..., None]
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+    ":4096:8"  # as a supervisor sets it: deterministic cuBLAS needs it from the start
+)
 _cases: dict[str, dict[str, Any]] = {}
 
 
