@@ -11,7 +11,7 @@ export DVC_NO_ANALYTICS := 1
 # Compiled modules are kept: without them every process that a test starts compiles Ratchet again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: repro test prove coverage programs lint bench bench-scale pictures docs ui clean
+.PHONY: repro test test-gpu prove coverage programs lint bench bench-scale pictures docs ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -30,6 +30,11 @@ repro: $(VENV)/.ready
 # Ten minutes on two cores that do nothing else, in random order. What is long because it must be is in `make prove`.
 test: programs
 	pytest -n 3 --dist loadfile -m "not long" --durations=15
+
+# Everything that a GPU changes: at most 25 minutes on one of 16 GB, no downloads. Writes build/gpu.json and build/gpu.md.
+# RATCHET_TEST_GPU_DEVICE=cpu tries the tests out without one.
+test-gpu: $(VENV)/.ready
+	pytest tests/gpu -m gpu -p no:randomly --durations=15
 
 # Campaigns of kills, several ranks, whole pipelines (tests/proofs, and tests with the marker `long`). MINUTES=20 runs a share (.ci/proofs.py).
 prove: programs

@@ -1,6 +1,7 @@
 """Tests of `ratchet doctor`: in a small project, for a 7B model of which only the config exists, and outside a
 project."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,49 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     assert "bitsandbytes 0." in text
     assert "not known: no Ratchet project here: name a base with --base (a model directory or its config.json)" in text
     assert "advice" not in text
+
+
+def test_a_probe_names_rates_kernels_and_the_models_that_fit() -> None:
+    """`ratchet doctor` prints it on a GPU; here a CPU is measured."""
+    import torch
+
+    from ratchet.stages.gpu_probe import probe_gpu
+
+    shapes = {"small": (256, 512, 2, 2, 1000), "huge": (65_536, 262_144, 3, 8, 1000)}
+    found = dict(probe_gpu(torch.device("cpu"), 64, shapes))
+    assert list(found) == ["products", "nf4", "fp4", "attention", "QLoRA"]
+    assert re.fullmatch(r"float32 .* TFLOP/s, float16 .*, bfloat16 .*; `auto` is float32", found["products"])
+    assert (found["nf4"], found["fp4"]) == ("works", "works")
+    assert found["attention"] == "flash for rows and packs"
+    assert re.fullmatch(
+        r"small in .*, at most [\d,]+ tokens/s; huge needs [\d,.]+ [TG]iB and does not fit", found["QLoRA"]
+    )
+
+
+def test_on_a_gpu_the_doctor_adds_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from ratchet.stages import gpu_probe
+
+    monkeypatch.setattr(device, "pick_device", lambda setting: torch.device("cpu" if setting == "cpu" else "cuda"))
+    monkeypatch.setattr(device, "describe_device", lambda _: "NVIDIA L4")
+    monkeypatch.setattr(device, "find_four_bit_fault", lambda *_: None)
+    monkeypatch.setattr(gpu_probe, "probe_gpu", lambda _: iter([("products", "bfloat16 90 TFLOP/s")]))
+    _, text = examine(None, None, None, False)
+    assert "products   bfloat16 90 TFLOP/s" in text
+    assert "host  " in text
+
+
+def test_a_gpu_that_is_not_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from ratchet.stages import doctor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(doctor, "count_visible_gpus", lambda: 1)
+    _, text = examine(None, None, None, False)
+    assert "GPU        not used: torch " in text
 
 
 def test_a_full_disk_is_a_problem(project: ProjectLayout, monkeypatch: pytest.MonkeyPatch) -> None:

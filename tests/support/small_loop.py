@@ -43,10 +43,10 @@ def loop_of(
     root: Path, train: Train, stop: GracefulShutdown | None = None, micro: int = 4, config: object = None, **more: Any
 ) -> TrainingLoop:
     """Create a loop as a new process does: new model and data, and the state of the newest checkpoint in `root`."""
-    paths = RunPaths(root)
+    paths, device = RunPaths(root), more.pop("device", torch.device("cpu"))
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
+    plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE)).to(device)
     rows, journal = more.pop("train_rows", random_rows(ROWS, seed=1)), Journal(paths.journal, 1)
     validation_rows = random_rows(6, seed=2)
     if train.objective == "kto":  # a third of the answers is desirable
@@ -55,9 +55,9 @@ def loop_of(
     return TrainingLoop(
         TrainingContext(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
-            machine=Machine(device="cpu", micro_batch_size=micro, checkpoint_every=2),
+            machine=Machine(device=device.type, micro_batch_size=micro, checkpoint_every=2),
             model=adapters.attach(plain, train, "base", (), plan.steps),
-            device=torch.device("cpu"),
+            device=device,
             train_rows=rows,
             validation_rows=validation_rows,
             paths=paths,
@@ -66,7 +66,7 @@ def loop_of(
             shutdown=stop or GracefulShutdown(),
             environment={"torch": torch.__version__},
             batch_plan=plan,
-            memory_monitor=MemoryMonitor(journal, torch.device("cpu"), ()),
+            memory_monitor=MemoryMonitor(journal, device, ()),
             suggest_memory_changes=lambda tokens: f"take less than {tokens} tokens",
             **more,
         )

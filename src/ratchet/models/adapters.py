@@ -19,6 +19,7 @@ from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import transpose
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
@@ -469,7 +470,18 @@ def update_rank_allocation(model: Model, step: int, steps: int) -> None:
                 parameter.grad = torch.zeros_like(parameter)
         if not uses_gradients:
             allocator.update_ipt(tuner.model)
-    tuner.update_and_allocate(step if uses_gradients else final)
+    with _KthValueOnHost():
+        tuner.update_and_allocate(step if uses_gradients else final)
+
+
+class _KthValueOnHost(TorchFunctionMode):  # type: ignore[misc]
+    """Computes `torch.kthvalue` on the CPU: CUDA has no deterministic kernel for it, because of its indices, and peft
+    needs it to find the least important directions."""
+
+    def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.kthvalue:
+            arguments = (arguments[0].cpu(), *arguments[1:])
+        return function(*arguments, **(options or {}))
 
 
 def _restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Selects the device, dtype and thread count of computations, describes the device, and tests its 4-bit kernels.
+"""Selects device, dtype and threads, describes the device, tests its 4-bit kernels, and recognizes its errors.
 
 Of the modules of this package, this module imports only memory/capacity.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 from ratchet.config.units import format_bytes
 from ratchet.errors import SettingsError, first_line
 from ratchet.models.memory import capacity
+from ratchet.runs.gpus import VISIBLE, count_visible_gpus, list_visible_gpus
 
 Model = Any
 """A transformers or peft model; the libraries' own types are not more precise."""
@@ -31,6 +33,22 @@ TEST_ROWS = 64
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
+    "DefaultCPUAllocator: not enough memory",  # the same on Windows
+    "CUDA error: out of memory",  # allocations outside torch's allocator: pinned and paged memory
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+_DEVICE_LOST_TEXTS = (
+    "CUDA error:",  # also of cuBLAS and cuSOLVER, whose errors torch 2.13 does not raise as AcceleratorError
+    "CUDA driver error:",
+    "cuDNN error:",
+)
+
 
 def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> None:
     """Set torch's CPU threads to `machine.threads`.
@@ -48,10 +66,39 @@ def use_threads(count: int, ranks: int = 1, hidden_size: int | None = None) -> N
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device that `machine.device` selects. Raises SettingsError for `cuda` without a GPU."""
-    if setting == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("machine.device: cuda, but torch finds no GPU; set auto or cpu, or install a CUDA build")
-    return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
+    """Return the device that `machine.device` selects.
+
+    Raises SettingsError for `cuda` without a GPU; and for `auto` if the driver shows a GPU that a CUDA build of torch
+    cannot use. A run that lost its GPU would otherwise resume on the CPU, many times slower.
+    """
+    if setting == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if setting == "cuda":
+        raise SettingsError(
+            f"machine.device: cuda, but torch finds no GPU ({explain_missing_gpu()}); set auto or cpu, or install a "
+            "CUDA build"
+        )
+    if torch.version.cuda is not None and count_visible_gpus():
+        raise SettingsError(
+            f"machine.device: auto, but torch cannot use the GPU of this machine ({explain_missing_gpu()}); repair "
+            "that, or set cpu"
+        )
+    return torch.device("cpu")
+
+
+def explain_missing_gpu() -> str:
+    """Return why torch can use no GPU."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if os.environ.get(VISIBLE) is not None and not list_visible_gpus():
+        return f"{VISIBLE} hides all GPUs"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch raises several types; the text names the driver, the device or the library
+        return first_line(error)
+    return "the driver lists none"
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -81,6 +128,23 @@ def require_dtype(setting: str, device: torch.device) -> None:
         f"train.compute_dtype: bfloat16 is not supported by {torch.cuda.get_device_name(device)} (compute capability "
         f"{major}.{minor}; expected at least 8.0); set auto or float16"
     )
+
+
+# Errors of devices; oom.py uses these functions, and this module is below it.
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an out-of-memory error of any device, which a smaller batch may avoid."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Return whether the process cannot compute on its GPU any more, so that it must end."""
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _DEVICE_LOST_TEXTS)
 
 
 # Description of the device, and a test of 4-bit quantization, which runs the kernels instead of checking a version.
@@ -115,6 +179,8 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             relative_error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
         except Exception as error:  # kernels for other devices raise arbitrary errors
+            if is_out_of_memory(error) or is_device_lost(error):
+                raise
             return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(error)})"
         if not relative_error <= MAX_ROUNDING_ERROR[kind]:
             return (

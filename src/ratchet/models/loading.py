@@ -121,7 +121,7 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
             raise
         raise SettingsError(
             f"train.quantization: {settings.quantization}: {name} does not compute with layers in 4 bits "
@@ -151,7 +151,7 @@ def _read_weights(
                 attn_implementation=config._attn_implementation,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
             raise
         raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     weights.trim_heap()

@@ -38,7 +38,9 @@ class RandomStream:
     def __init__(self, device: torch.device) -> None:
         self._own = torch.Generator(device)
         if device.type == "cuda":
-            self._default = torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+            self._default = torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
         else:
             self._default = torch.default_generator
 

@@ -1,4 +1,4 @@
-"""Detects out-of-memory errors, releases memory, and suggests settings that need less."""
+"""Detects out-of-memory errors and lost GPUs, releases memory, and suggests settings that need less."""
 
 import gc
 from collections.abc import Iterator
@@ -11,27 +11,12 @@ from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.config.units import format_bytes
 from ratchet.models import targets
+from ratchet.models.device import is_device_lost, is_out_of_memory
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.model_spec import ModelSpec
 
-_OUT_OF_MEMORY_TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
-    "DefaultCPUAllocator: not enough memory",  # the same on Windows
-    "CUDA error: out of memory",  # allocations outside torch's allocator: pinned and paged memory
-    "CUDA out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error of any device, which a smaller batch may avoid."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
+__all__ = ["describe_alternatives", "is_device_lost", "is_out_of_memory", "release_memory"]
 
 
 def release_memory() -> None:

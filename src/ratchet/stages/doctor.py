@@ -16,6 +16,7 @@ from ratchet.models.device import TorchDevice
 from ratchet.models.memory import capacity, forecast, parameters
 from ratchet.models.model_spec import ModelSpec
 from ratchet.models.recommendations import MemoryConstraint, RecommendationInputs, RecommendedChange, SettingProposal
+from ratchet.runs.gpus import count_visible_gpus
 from ratchet.stages.forecast import load_teacher_spec, locate_base
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -152,18 +153,23 @@ def _report_mlflow(examination: _Examination) -> None:
 
 def _report_machine(examination: _Examination) -> TorchDevice:
     setting = examination.settings.machine.device
+    torch_device = device.pick_device("cpu")
     try:
         torch_device = device.pick_device(setting)
         device.require_dtype(examination.settings.train.compute_dtype, torch_device)
     except SettingsError as error:
         examination.problems.append(str(error))
-        torch_device = device.pick_device("auto")
     device.use_threads(examination.settings.machine.threads)
     examination.add("device", device.describe_device(torch_device))
     if torch_device.type == "cuda":
         host = capacity.measure_host()
         available, total = format_bytes(host.available_bytes), format_bytes(host.total_bytes)
         examination.add("host", f"{available} of {total} memory available")
+        from ratchet.stages.gpu_probe import probe_gpu  # its imports take a second
+
+        examination.findings += probe_gpu(torch_device)
+    elif setting != "cpu" and count_visible_gpus():
+        examination.add("GPU", f"not used: {device.explain_missing_gpu()}")
     folder = examination.layout.runs if examination.layout else Path.cwd()
     examination.add("disk", f"{format_bytes(capacity.disk_free_bytes(folder))} free")
     examination.add("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))

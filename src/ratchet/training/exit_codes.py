@@ -64,12 +64,12 @@ def _classify_error(error: BaseException) -> FailureClass:
     for error_type, failure in _FAILURE_CLASSES:
         if isinstance(error, error_type):
             return failure
-    import torch
-
     from ratchet.models import oom
 
     if oom.is_out_of_memory(error):
         return "out_of_memory"
-    if isinstance(error, torch.AcceleratorError):
-        return "hardware"
+    if oom.is_device_lost(error):
+        # These two fail again on the same GPU: an index outside of a table, and a build of torch for other GPUs.
+        is_lasting = any(text in str(error) for text in ("device-side assert", "no kernel image"))
+        return "bug" if is_lasting else "hardware"
     return "storage" if isinstance(error, OSError) else "bug"

@@ -458,7 +458,7 @@ class TrainingGroup:
             for (_, item), loss in zip(pairs, losses, strict=True):
                 item.loss = loss
             return
-        if is_device_lost(failure):  # nothing can be computed any more
+        if oom.is_device_lost(failure):  # nothing can be computed any more
             for _, item in pairs:
                 item.error = failure
             return
@@ -482,11 +482,6 @@ class TrainingGroup:
             member._merged = None
             member.notice(f"{SEPARATE_PASSES}: {failure}")
             _compute_alone(member)
-
-
-def is_device_lost(error: BaseException) -> bool:
-    """Return whether the process cannot compute on its GPU any more, so that it must end."""
-    return isinstance(error, torch.AcceleratorError) and not oom.is_out_of_memory(error)
 
 
 def _release(members: Sequence[GroupMember]) -> None:

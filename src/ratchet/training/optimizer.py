@@ -137,12 +137,27 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, 
         for folder in folders:
             node = node.setdefault(folder, {})
         node[key] = tensor
+    earlier = dict(optimizer.state)
     try:
         optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
     except (ValueError, KeyError) as error:
         raise DamagedFileError(
             f"the saved optimizer state does not fit train.optimizer and the adapter: {error}"
         ) from None
+    if getattr(optimizer, "is_paged", False):
+        _page_states(optimizer, earlier)
+
+
+def _page_states(optimizer: Optimizer, earlier: dict[Tensor, dict[str, Any]]) -> None:
+    """Move the moments of a paged optimizer into paged memory, which bitsandbytes (0.50) uses for new moments only;
+    otherwise a resumed training would need more memory of the GPU than one that was not interrupted. The paged memory
+    of `earlier` moments is used again, because bitsandbytes never frees it."""
+    for parameter, state in optimizer.state.items():
+        for key in ("state1", "state2"):
+            paged = earlier.get(parameter, {}).get(key)
+            if paged is None:
+                paged = optimizer.get_state_buffer(parameter, dtype=state[key].dtype)
+            state[key] = paged.copy_(state[key])
 
 
 # Dynamic loss scaling.

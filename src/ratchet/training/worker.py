@@ -30,7 +30,17 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.models import adapters, base_model, initialization, loading, model_card, model_spec, targets, vocabulary
+from ratchet.models import (
+    adapters,
+    base_model,
+    initialization,
+    loading,
+    model_card,
+    model_spec,
+    oom,
+    targets,
+    vocabulary,
+)
 from ratchet.models.memory import parameters as model_parameters
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.start_adapter import StartAdapter
@@ -48,7 +58,7 @@ from ratchet.training.context import TrainingContext
 from ratchet.training.distillation import OnlineTeacherReader, TeacherShardReader
 from ratchet.training.distributed import RankEnvironment, RankGroup
 from ratchet.training.exit_codes import report_worker_end
-from ratchet.training.group import GroupMember, MemberShutdown, TrainingGroup, is_device_lost
+from ratchet.training.group import GroupMember, MemberShutdown, TrainingGroup
 from ratchet.training.memory_monitor import InitialMemoryPlan, MemoryMonitor
 from ratchet.training.trainer import TrainingLoop
 
@@ -101,7 +111,7 @@ def run_member(
             member.end()
     except BaseException as error:
         exit_code = report_worker_end(error, journal, MEMORY_ADVICE)
-        if is_device_lost(error):
+        if oom.is_device_lost(error):
             os._exit(exit_code)  # no run of this process can continue; all of them are started again in another one
         return exit_code
     finally:
