@@ -125,26 +125,27 @@ class Shell:
         assert self.process.stdin
         assert self.process.stdout
         end = f"end-{time.monotonic_ns()}"
-        self.process.stdin.write(f"{{ {command}\n}} < /dev/null 2>&1; echo; echo {end} $? $PWD\n")
+        self.process.stdin.write(f"{{ {command}\n}} < /dev/null 2>&1; printf '\\n%s %s %s\\n' {end} $? \"$PWD\"\n")
         self.process.stdin.flush()
         lines: list[str] = []
         for line in self.process.stdout:
             if line.startswith(end):
                 _, code, directory = line.rstrip("\n").split(" ", 2)
                 self.directory = Path(directory)
-                return lines, int(code)
+                return lines[:-1] if lines[-1:] == [""] else lines, int(code)
             lines.append(line.rstrip("\n"))
         raise AssertionError(f"the shell ended in: {command}\n" + "\n".join(lines))
 
 
 def run_page(page: str, directory: Path, *, is_verbose: bool = False) -> list[Step]:
-    """Run all steps of a page in a directory.
+    """Run all steps of a page in a directory, beginning in the folder in which the earlier page ended.
 
     Raises:
         AssertionError: a command has another exit code, or a line of its output is missing.
     """
     steps = list(read_steps(page))
-    with Shell(directory) as shell:
+    ended = directory / ".ended"
+    with Shell(directory / (ended.read_text(encoding="utf-8") if ended.exists() else "")) as shell:
         for step in steps:
             if step.path:
                 write_file(shell.directory / step.path, step.text)
@@ -157,6 +158,7 @@ def run_page(page: str, directory: Path, *, is_verbose: bool = False) -> list[St
             assert code == step.exit_code, f"$ {step.text}: exit code {code}\n{said}"
             missing = find_missing(step)
             assert missing is None, f"$ {step.text}: no line {missing!r} in\n{said}"
+        ended.write_text(str(shell.directory.relative_to(directory)), encoding="utf-8")
     return steps
 
 
