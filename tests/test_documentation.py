@@ -342,6 +342,8 @@ def test_the_site_builds_without_warnings_and_names_no_script_of_another_server(
     element = r"<(?:script|img|iframe|link rel=\"?(?:stylesheet|preconnect|preload))[^>]*"
     loaded = re.compile(rf"{element}(?:src|href)=\"?https?:")
     assert [match[0] for page in pages for match in loaded.finditer(page)] == []
+    troubleshooting = (site / "troubleshooting.html").read_text(encoding="utf-8")
+    assert [anchor for anchor in SECTIONS.values() if f'id="{anchor}"' not in troubleshooting] == []
 
 
 @pytest.mark.long

@@ -58,4 +58,5 @@ def test_the_tutorials_are_pages_of_the_site() -> None:
         assert f": {name}\n" in site
         assert any(step.shown for step in tutorials.read_steps(page))
         before = tutorials.find_prerequisite(page)
+        assert "Read next: [" in page
         assert before is None or f"]({before})" in page
