@@ -243,6 +243,11 @@ def test_a_message_that_troubleshooting_explains_ends_with_a_link(
     monkeypatch.setattr("ratchet.cli.troubleshooting.DOCUMENTATION", "https://docs.example")
     assert main(["init", "new", "--data", "rows.csv"]) == EXIT_INPUT
     assert "See https://docs.example/troubleshooting.html#the-text-looks-corrupted\n" in capsys.readouterr().err
+    monkeypatch.setattr("ratchet.cli.troubleshooting.DOCUMENTATION", "The documentation")
+    monkeypatch.setattr("ratchet.cli.troubleshooting.CLONE", project.root)  # as if installed without a clone
+    assert main(["init", "new", "--data", "rows.csv"]) == EXIT_INPUT
+    place = "The documentation, page troubleshooting, section the-text-looks-corrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == f"See {place}"
     assert main(["init", "new", "--data", "none.csv", "--json"]) == EXIT_INPUT
     printed = capsys.readouterr()
     assert json.loads(printed.out)["error"]["help"] is None
