@@ -1,4 +1,4 @@
-"""Generates the reference of the documentation from the source. mkdocs.yml uses this module as a hook.
+"""Generates the reference of the documentation from the source, and a page from the notebook. A hook of mkdocs.yml.
 
 The pages are not in git: `make docs` adds them to the site. `python .ci/reference.py DIR` writes them to a folder.
 """
@@ -7,6 +7,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from ratchet.tracking.prometheus import QUEUE_JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "ratchet"
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 RECORDS = SOURCE / "storage" / "records"
 SPECIAL = re.compile(r"[|<>]")
 UNITS = {
@@ -263,7 +265,8 @@ def write_errors() -> str:
         table(["code", "meaning"], [[str(number), escape(text)] for number, text in codes]),
         "## Error classes\n",
         "Python raises them; a command prints the message and ends with the exit code. With `--json` a command prints "
-        '`{"error": {"type", "message", "exit_code"}}`.\n',
+        '`{"error": {"type", "message", "exit_code", "help"}}`; `help` is the address of the section of '
+        "[Troubleshooting](../troubleshooting.md) that says more, or null. Without `--json` it is the last line.\n",
         table(
             ["class", "exit code", "base class", "meaning"],
             [
@@ -418,6 +421,14 @@ def write_architectures() -> str:
     ])  # fmt: skip
 
 
+def write_notebook() -> str:
+    """Return the notebook as a page: its texts, and its cells as Python blocks."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    parts = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in sources]
+    return "\n\n".join(parts).replace("](../docs/", "](../").replace("](../reference/", "](") + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands": write_commands,
     "settings": write_settings,
@@ -427,6 +438,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics": write_metrics,
     "files": write_files,
     "architectures": write_architectures,
+    "notebook": write_notebook,
 }
 """Writer of each page, by its file name in reference/."""
 

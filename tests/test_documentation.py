@@ -28,6 +28,7 @@ from monitoring_cases import ALERTS
 from ratchet import errors
 from ratchet.cli.main import build_parser
 from ratchet.cli.parser import list_flags
+from ratchet.cli.troubleshooting import SECTIONS
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.runs.prometheus_series import METRICS
@@ -41,7 +42,7 @@ PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", *sorted((ROOT / "exampl
 BUDGETS = yaml.safe_load(Path(__file__).with_name("documentation.yaml").read_text(encoding="utf-8"))
 WRONG = set(BUDGETS["wrong_on_purpose"])
 HISTORY = DOCS / "changelog.md"  # names what existed once
-FENCE = re.compile(r"^( *)(`{3,})(\w*)\n(.*?)^\1\2\s*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^( *)(`{3,})(\w*)(?: title=\"[^\"]+\")?\n(.*?)^\1\2\s*$", re.DOTALL | re.MULTILINE)
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+|\n\n|\n(?:-|\d+\.) ")
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FILES = re.compile(r"\.(json|jsonl|html|md|py|yaml|yml|lock|pem|png|svg|parquet|csv|arrow|sh|gguf)$")
@@ -285,6 +286,15 @@ def test_troubleshooting_quotes_messages_that_exist() -> None:
     assert found == []
 
 
+def test_messages_link_to_sections_that_quote_them() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    texts = {}
+    for section in re.split(r"^(?=#+ )", page, flags=re.MULTILINE):
+        texts |= dict.fromkeys(list_anchors(section), section)
+    assert [anchor for anchor in SECTIONS.values() if anchor not in list_anchors(page)] == []
+    assert [part for part, anchor in SECTIONS.items() if part not in texts[anchor]] == []
+
+
 def list_messages() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each string of the source that is no docstring."""
     for path in sorted(SOURCE.rglob("*.py")):
@@ -351,6 +361,8 @@ def test_the_site_builds_without_warnings_and_names_no_script_of_another_server(
     element = r"<(?:script|img|iframe|link rel=\"?(?:stylesheet|preconnect|preload))[^>]*"
     loaded = re.compile(rf"{element}(?:src|href)=\"?https?:")
     assert [match[0] for page in pages for match in loaded.finditer(page)] == []
+    troubleshooting = (site / "troubleshooting.html").read_text(encoding="utf-8")
+    assert [anchor for anchor in SECTIONS.values() if f'id="{anchor}"' not in troubleshooting] == []
 
 
 @pytest.mark.long

@@ -51,7 +51,8 @@ EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h
 """From a rank to its supervisor only: other ranks are lost. No command ends with it."""
 
 DOCUMENTATION = "Ratchet's documentation"
-"""How messages name the documentation, before a page: a project has no docs/. Put an address here once there is one."""
+"""How messages name the documentation, before a page: a project has no docs/. Once the site has an address, put it here
+(https://..., without a slash at the end); messages then link to its pages."""
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 import tiny_project
 from ratchet.cli.main import COMMANDS, TEXT_COMMANDS, build_parser, main
+from ratchet.errors import EXIT_INPUT
 from ratchet.storage.layout import ProjectLayout
 
 pytestmark = pytest.mark.usefixtures("calm")
@@ -227,3 +228,27 @@ def test_quiet_leaves_the_result(prepared: Path, tmp_path: Path, capsys: pytest.
 def test_a_subparser_is_kept_for_each_command() -> None:
     [commands] = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert build_parser().commands.keys() == commands.choices.keys() == COMMANDS.keys()
+
+
+def test_a_message_that_troubleshooting_explains_ends_with_a_link(
+    project: ProjectLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.root / "rows.csv").write_bytes("prompt,response\nprix,très cher\n".encode("latin-1"))
+    monkeypatch.chdir(project.root)
+    assert main(["init", "new", "--data", "rows.csv", "--json"]) == EXIT_INPUT
+    printed = capsys.readouterr()
+    link = json.loads(printed.out)["error"]["help"]
+    assert link.endswith("#the-text-looks-corrupted")
+    assert printed.err.splitlines()[-1] == f"See {link}"
+    monkeypatch.setattr("ratchet.cli.troubleshooting.DOCUMENTATION", "https://docs.example")
+    assert main(["init", "new", "--data", "rows.csv"]) == EXIT_INPUT
+    assert "See https://docs.example/troubleshooting.html#the-text-looks-corrupted\n" in capsys.readouterr().err
+    monkeypatch.setattr("ratchet.cli.troubleshooting.DOCUMENTATION", "The documentation")
+    monkeypatch.setattr("ratchet.cli.troubleshooting.CLONE", project.root)  # as if installed without a clone
+    assert main(["init", "new", "--data", "rows.csv"]) == EXIT_INPUT
+    place = "The documentation, page troubleshooting, section the-text-looks-corrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == f"See {place}"
+    assert main(["init", "new", "--data", "none.csv", "--json"]) == EXIT_INPUT
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["error"]["help"] is None
+    assert "See" not in printed.err

@@ -192,8 +192,9 @@ def test_unsupported_4_bit_weights_are_a_problem_that_write_solves(
     [
         ({"train.rank_pattern": {"no_such": 2}}, "problem: train.rank_pattern: no_such"),
         ({"machine.device": "cuda"}, "problem: machine.device: cuda, but torch finds no GPU"),
+        ({"machine.device": "cuda"}, "#machinedevice-cuda-but-torch-finds-no-gpu"),
     ],
-    ids=["pattern", "device"],
+    ids=["pattern", "device", "link"],
 )
 def test_reasons_to_refuse_a_run_are_problems(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str

@@ -75,7 +75,7 @@ def readme(name: str) -> str:
 
 def test_every_example_is_tested_and_listed_in_the_documentation() -> None:
     assert init.list_examples() == sorted(EXAMPLES)
-    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorial_your_data.md").read_text(encoding="utf-8")
     assert [name for name in EXAMPLES if f"`{name}`" not in page] == []
 
 

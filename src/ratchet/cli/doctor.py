@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
+from ratchet.cli.troubleshooting import find_section
 from ratchet.errors import EXIT_INPUT, UnsuitableMachineError
 from ratchet.stages.project import open_project_or_defaults
 
@@ -75,7 +76,10 @@ def format_examination(report: "DoctorReport") -> str:
     if report.diff:
         note = "params.yaml: written" if report.was_written else "`ratchet doctor --write` makes these changes"
         lines += ["", *report.diff, "", note]
-    return "\n".join([*lines, *(f"problem: {problem}" for problem in report.problems)])
+    for problem in report.problems:
+        section = find_section(problem)
+        lines += [f"problem: {problem}", *([f"  See {section}"] if section else [])]
+    return "\n".join(lines)
 
 
 def _format_value(value: object) -> str:

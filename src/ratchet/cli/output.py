@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ratchet.cli.troubleshooting import find_section
 from ratchet.redaction import print_exception, redact, write_stderr
 from ratchet.storage.progress import clear_progress
 
@@ -63,15 +64,17 @@ def print_record(record: R, format_record: Callable[[R], str], arguments: argpar
 
 
 def print_error(error: BaseException, text: str, exit_code: int, arguments: argparse.Namespace) -> None:
-    """Print why a command failed: on standard error, after the traceback if `--verbose` is set.
+    """Print why a command failed: on standard error, after the traceback if `--verbose` is set, with a link to the
+    section of the documentation that says more, if there is one.
 
     With `--json`, it is also printed as the result, unless the command has printed a result before.
     """
     if arguments.verbose:
         print_exception(type(error), error, error.__traceback__)
-    write_stderr(f"ratchet {arguments.command}: {text}\n")
+    section = find_section(text)
+    write_stderr(f"ratchet {arguments.command}: {text}\n" + (f"See {section}\n" if section else ""))
     if getattr(arguments, "json", False) and not getattr(arguments, "has_result", False):
-        failure = {"type": type(error).__name__, "message": redact(text), "exit_code": exit_code}
+        failure = {"type": type(error).__name__, "message": redact(text), "exit_code": exit_code, "help": section}
         with suppress(OSError):  # standard output is full, and standard error has the reason
             print_text(json.dumps({"error": failure}, indent=2, ensure_ascii=False))
 
