@@ -178,6 +178,14 @@ def test_the_file_is_named_when_the_disk_fails(
 GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
 
 
+@pytest.mark.parametrize("command", ["keys", "promotions"])
+def test_a_folder_in_the_place_of_a_file_is_named(layout: ProjectLayout, refused: Refused, command: str) -> None:
+    path = {"keys": layout.keyring, "promotions": layout.promotions}[command]
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    assert f"{path}: Is a directory" in refused(command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -96,7 +96,8 @@ COMMANDS: Mapping[str, Command] = {
 """Every command, in the order of `ratchet --help`."""
 
 DISK_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR,
+    errno.ENOTDIR,
 }  # fmt: skip
 """Errors of the user's disk. Any other OSError is a bug of Ratchet and shows its traceback."""
 
