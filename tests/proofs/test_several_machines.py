@@ -24,7 +24,6 @@ from rank_projects import (
     world,
 )
 from ratchet.runs.fault_injection.injection import InjectedFault
-from ratchet.storage.layout import ProjectLayout
 
 PACKAGES = ("runs", "training", "models")
 
