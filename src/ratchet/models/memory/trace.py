@@ -116,6 +116,11 @@ class _AllocatedBlock:
 class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
     """Records live bytes by part, their peak in every segment, and all allocations and releases."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper against compilation, which takes longer than the function: nothing is compiled."""
+        return False
+
     def __init__(self, model: Model, batch: BatchShape, records_graph: bool) -> None:
         super().__init__()
         self.batch = batch
@@ -144,8 +149,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     def repeat_events(self, begin: int, count: int) -> None:
         """Insert `count` copies of the events from index `begin` on, as if their operators had run more often.
 
-        The events before `begin` must be a repetition of the same events: each releases blocks of the one before. Blocks
-        that are alive now keep their keys.
+        The events before `begin` must be the same events, because each repetition releases blocks of the one before.
+        Blocks that are alive now keep their keys.
         """
         events = self.events[begin:]
         created = {event.key for event in events if event.size_bytes > 0}
@@ -181,20 +186,21 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run_operator(func, args, kwargs or {})
         direction, position, _ = self.segment
+        is_dequantizing = func.namespace == "bitsandbytes"
         part: Part = "activations" if direction == "forward" or self.is_recomputing else "temporary"
-        if func.namespace == "bitsandbytes" and "dequantize" in str(func):
+        if is_dequantizing and "dequantize" in str(func):
             part = "dequantized weights"
         elif position == "after":
             part = "logits and loss"
         extra = workspace_bytes(func, args, kwargs or {}, self.batch.device)
         if extra:
             self.events.append(AllocationEvent("work space", extra, self._current_graph()))
-        for tensor in tree_iter(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._excluded and storage._cdata not in self._blocks:
                     self._add_block(storage, part)
-        self._update_peak(extra, "dequantized weights" if func.namespace == "bitsandbytes" else "temporary")
+        self._update_peak(extra, "dequantized weights" if is_dequantizing else "temporary")
         if extra:
             self.events.append(AllocationEvent("work space", -1))
         return result
