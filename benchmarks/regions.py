@@ -17,7 +17,7 @@ Shown = Literal["all", "missed"]
 
 MOST_LOSS = 0.05
 """Share by which a ratio to a peer may be worse than in the landed document, in addition to the spreads of both."""
-_RATIO = re.compile(r"\bours / |/ ours\b")
+_RATIO = re.compile(r"\bours / (?!of )|/ ours\b")
 """Names of rows that compare Ratchet with a peer in the same run. Absolute times depend on the machine."""
 _ROW = re.compile(
     r"^\| (?P<name>.+?) \| (?P<value>[-\d.,e+]+) \| (?:±(?P<half>\d+)%)? ?\| (?P<target>[<>]=) ", re.MULTILINE
