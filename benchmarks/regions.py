@@ -15,6 +15,14 @@ from surroundings import warning
 Shown = Literal["all", "missed"]
 """Rows in the document: all rows, or only rows that are not ok, for benchmarks with about a hundred rows."""
 
+MOST_LOSS = 0.05
+"""Share by which a ratio to a peer may be worse than in the landed document, in addition to the spreads of both."""
+_RATIO = re.compile(r"\bours / (?!of )|/ ours\b")
+"""Names of rows that compare Ratchet with a peer in the same run. Absolute times depend on the machine."""
+_ROW = re.compile(
+    r"^\| (?P<name>.+?) \| (?P<value>[-\d.,e+]+) \| (?:±(?P<half>\d+)%)? ?\| (?P<target>[<>]=) ", re.MULTILINE
+)
+
 _REGION = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -62,6 +70,31 @@ def filled(text: str, name: str, content: str) -> str:
         return f"{found[1]}{content.strip()}\n{found[3]}" if found["name"] == name else found[0]
 
     return _REGION.sub(put, text)
+
+
+def regressions(text: str, outcome: Outcome) -> list[str]:
+    """Return a line for each ratio to a peer that is worse than in a landed document.
+
+    A ratio is worse if it is more than MOST_LOSS plus the spreads of both measurements (half the interquartile range)
+    below the landed ratio, or above it for a target `<=`. Only rows with a target are compared, which shows the better
+    direction, and no differences from 1 (`less 1`), which are rounding.
+    """
+    region = next((found[0] for found in _REGION.finditer(text) if found["name"] == outcome.name), "")
+    landed = {row["name"].replace("\\|", "|"): row for row in _ROW.finditer(region)}
+    lines = []
+    for row in outcome.rows:
+        before = landed.get(row["name"])
+        if before is None or not _RATIO.search(row["name"]) or row["name"].endswith("less 1"):
+            continue
+        value, reference = row["value"], float(before["value"].replace(",", ""))
+        if value <= 0 or reference <= 0 or not row["target"].startswith(before["target"]):
+            continue
+        loss = 1 - value / reference if before["target"] == ">=" else value / reference - 1
+        allowed = MOST_LOSS + row.get("spread", 0.0) / 2 + int(before["half"] or 0) / 100
+        if loss > allowed:
+            name = f"{outcome.name}: {row['name']}"
+            lines.append(f"{name}: {value:.3f}, landed {reference:.3f}: {loss:.0%} worse, {allowed:.0%} allowed")
+    return lines
 
 
 def written(outcome: Outcome, shown: Shown) -> str:

@@ -105,6 +105,32 @@ def test_failures_and_what_was_skipped_are_in_table_and_summary(module: Module) 
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "landed", "value", "target", "spread", "is_worse"),
+    [
+        ("ours / peer", 2.0, 1.89, ">= 1", None, True),
+        ("ours / peer", 2.0, 1.91, ">= 1", None, False),
+        ("ours / peer", 2.0, 2.5, ">= 1", None, False),
+        ("peer / ours", 0.5, 0.53, "<= 1", None, True),
+        ("peer / ours", 0.5, 0.52, "<= 1", None, False),
+        ("ours / peer", 2.0, 1.79, ">= 1", 0.05, True),  # 5 % and half of the spread of either run
+        ("ours / peer", 2.0, 1.85, ">= 1", 0.06, False),
+        ("ours, seconds", 2.0, 9.0, "<= 10", None, False),
+        ("ours / peer: seconds", 2.0, 9.0, "reported", None, False),
+        ("ours / peer: loss, less 1", 1e-5, 1e-4, "<= 0.02", None, False),
+    ],
+)  # fmt: skip
+def test_a_ratio_is_worse_beyond_five_percent_and_the_spreads(
+    module: Module, name: str, landed: float, value: float, target: str, spread: float | None, is_worse: bool
+) -> None:  # fmt: skip
+    regions = module("regions")
+    row = {"name": name, "value": landed, "target": target, "ok": True} | ({"spread": spread} if spread else {})
+    page = regions.filled(DOCUMENT, "one", regions.written(outcome(module, rows=[row]), "all"))
+    found = regions.regressions(page, outcome(module, rows=[row | {"value": value}]))
+    assert [name in line for line in found] == [True] * is_worse
+    assert not regions.regressions(page, outcome(module, name="two", rows=[row | {"value": value}]))
+
+
 SCRIPTS = {
     "good": f"finish([{GOOD!r}], target)",
     "missed": f"finish([{GOOD!r}, {MISSED!r}], target)",
@@ -160,6 +186,20 @@ def test_all_ok_ends_well_and_only_what_was_asked_for_is_run(
     assert code == 0
     assert "<!-- measured: crashes -->\n<!-- end -->" in page
     assert "<!-- measured: summary -->\n<!-- end -->" in page
+
+
+def test_a_ratio_worse_than_the_landed_one_is_named_and_fails_also_when_repeated(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = bench.ROOT / "page.md"
+    region, row = "<!-- measured: good -->\n", "| x, ours / peer | 1.800 | ±5% | >= 1.15 | ok |\n"
+    page.write_text(page.read_text(encoding="utf-8").replace(region, region + row), encoding="utf-8")
+    git = ["git", "-C", str(bench.ROOT), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "page.md"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    for _ in range(2):
+        assert run(bench, monkeypatch, "--only", "good")[0] == 1
+        assert "worse than landed: good: x, ours / peer: 1.500, landed 1.800: 17% worse" in capsys.readouterr().out
 
 
 def test_one_that_takes_too_long_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

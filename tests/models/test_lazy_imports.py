@@ -22,6 +22,16 @@ def test_other_parts_of_scipy_are_available_during_deferral() -> None:
     assert found == "True 2.0"
 
 
+def test_boto3_is_loaded_by_its_first_use() -> None:
+    found = told(
+        "import sys; from ratchet.models.lazy_imports import import_model_libraries; import_model_libraries()",
+        "from accelerate.commands.config import sagemaker",
+        "before = 'boto3' in sys.modules",
+        "print(before, sagemaker.boto3.Session.__module__, 'boto3' in sys.modules)",
+    )
+    assert found == "False boto3.session True"
+
+
 def test_a_split_is_read_without_pandas(tmp_path: Path) -> None:
     column = pa.array([[9], [1, 2], [], [3]], pa.list_(pa.int32()))
     table = pa.table({"input_ids": column, "labels": column})

@@ -14,7 +14,7 @@ from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
 from ratchet.models.memory import forecast, meta_model, trace
 from ratchet.models.memory.forecast import MemoryWorkload
-from ratchet.models.memory.trace import AllocationTrace, BatchShape, iterate_own_tensors
+from ratchet.models.memory.trace import AllocationTrace, BatchShape, MallocSimulator, iterate_own_tensors
 from ratchet.models.model_spec import ModelSpec
 from ratchet.models.preference_loss import Preference, PreferenceLoss
 from small_loop import random_rows
@@ -162,6 +162,32 @@ def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
     constants = families.HIDDEN * families.INNER // 64 * 4
     assert layer < most("nf4") <= layer + 3 * constants + 64
     assert most("none") == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_repeated_events_of_the_head_are_those_of_all_its_chunks(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 2 * families.FAMILIES["llama"]().vocab_size)
+    model, batch, heads = on_meta("llama"), replace(STEP, learned_positions=19), []
+    model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))
+
+    def traces() -> tuple[AllocationTrace, AllocationTrace]:
+        heads.clear()
+        return (
+            trace.trace_micro_batch(model, batch, is_accumulated=False, checkpointing=checkpointing),
+            trace.trace_evaluation(model, batch),
+        )
+
+    found, runs = traces(), len(heads)
+    monkeypatch.setattr(AllocationTrace, "describe_events", lambda *_: [object()])
+    expected, all_runs = traces(), len(heads)
+    assert (runs < all_runs, all_runs) == (True, 2 * 11)  # once in the body's pass, then ten chunks
+    for short, long in zip(found, expected, strict=True):
+        assert short.peaks == long.peaks
+        assert [event.size_bytes for event in short.events] == [event.size_bytes for event in long.events]
+        assert MallocSimulator(0).replay(short.events) == MallocSimulator(0).replay(long.events) > 0
+        assert len({event.key for event in short.events}) == len({event.key for event in long.events})
 
 
 def test_accumulated_gradients_are_counted_from_the_start() -> None:

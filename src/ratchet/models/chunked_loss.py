@@ -7,7 +7,7 @@ The model is called again for each further piece; its body then computes nothing
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -425,7 +425,7 @@ class ChunkedLoss:
         width = max(1, LEARNED_ELEMENTS // (distributions * vocabulary))
         self.value = torch.zeros((), dtype=torch.float64, device=states.device)
         gradient = torch.zeros_like(states) if trains_body and scale is not None else None
-        for start in range(0, len(self.positions), width):
+        for start in self._chunk_starts(width):
             positions, targets = self.positions[start : start + width], self.targets[start : start + width]
             chunk = states[positions].unsqueeze(0).requires_grad_(gradient is not None)
             with _substitute_body_output(self.body, _map_hidden_states(self.body_output, lambda _: chunk)):  # noqa: B023
@@ -448,6 +448,10 @@ class ChunkedLoss:
             if gradient is not None:
                 gradient[positions] = chunk.grad[0]
         return gradient
+
+    def _chunk_starts(self, width: int) -> Iterable[int]:
+        """Return the first trained position of each chunk of the head."""
+        return range(0, len(self.positions), width)
 
     def _add_nll(self, start: int, nll: Tensor) -> None:
         """Add the negative log-likelihoods of the targets from `start` on."""

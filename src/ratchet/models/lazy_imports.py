@@ -6,6 +6,7 @@ parts of this time, measured one after another:
 - 0.9 s for torch's inductor, which bitsandbytes loads to decorate functions that are never called on CPUs and seldom on
   GPUs;
 - 0.4 s for scipy, from which transformers needs one function for object detection;
+- 0.1 s for boto3, from which accelerate needs functions for its command for SageMaker;
 - 1.3 s for garbage collection among a million objects of modules, none of which is garbage.
 
 All functions still work, because deferred modules are loaded on first use.
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 SCIPY_OPTIMIZE = "scipy.optimize"
+BOTO3 = "boto3"
 MODELS_PREFIX = "models"
 
 
@@ -50,12 +52,13 @@ def import_model_libraries() -> None:
     with pause_garbage_collection():
         with defer_compilation():
             importlib.import_module("bitsandbytes")
-        importlib.import_module("peft")
+        with defer_module(BOTO3):
+            importlib.import_module("peft")
 
 
 def import_transformers() -> None:
     """Import torch and transformers."""
-    with pause_garbage_collection(), defer_linear_sum_assignment():
+    with pause_garbage_collection(), defer_linear_sum_assignment(), defer_module(BOTO3):
         importlib.import_module("transformers")
         with reuse_model_listing():
             importlib.import_module("transformers.models")
@@ -149,34 +152,43 @@ def defer_compilation() -> Iterator[None]:
 
 @contextmanager
 def defer_linear_sum_assignment() -> Iterator[None]:
-    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called.
+    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called."""
 
-    Importers get a placeholder of scipy.optimize, which loads the module when the function is called or another
-    attribute is read. The placeholder is removed from sys.modules when the context ends.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module(SCIPY_OPTIMIZE).linear_sum_assignment(*args, **kwargs)
+
+    with defer_module(SCIPY_OPTIMIZE, linear_sum_assignment=call):
+        yield
+
+
+@contextmanager
+def defer_module(name: str, **attributes: Any) -> Iterator[None]:
+    """Make an import of a module in this context load it only when an attribute is read.
+
+    Importers get a placeholder, which is removed from sys.modules when the context ends or the module is loaded.
+
+    Args:
+        attributes: attributes of the placeholder, which do not load the module.
     """
-    if SCIPY_OPTIMIZE in sys.modules:
+    if name in sys.modules:
         yield
         return
 
-    def load() -> ModuleType:
-        if sys.modules.get(SCIPY_OPTIMIZE) is placeholder:
-            del sys.modules[SCIPY_OPTIMIZE]
-        return importlib.import_module(SCIPY_OPTIMIZE)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return load().linear_sum_assignment(*args, **kwargs)
+    def remove_placeholder() -> None:
+        if sys.modules.get(name) is placeholder:
+            del sys.modules[name]
 
     def get_attribute(attribute: str) -> Any:
         if attribute.startswith("__"):  # looked up by the import system
             raise AttributeError(attribute)
-        return getattr(load(), attribute)
+        remove_placeholder()
+        return getattr(importlib.import_module(name), attribute)
 
-    placeholder = ModuleType(SCIPY_OPTIMIZE, "Placeholder for scipy.optimize.")
-    placeholder.__spec__ = ModuleSpec(SCIPY_OPTIMIZE, None)
-    vars(placeholder).update({"linear_sum_assignment": call, "__getattr__": get_attribute})
-    sys.modules[SCIPY_OPTIMIZE] = placeholder
+    placeholder = ModuleType(name, f"Placeholder for {name}.")
+    placeholder.__spec__ = ModuleSpec(name, None)
+    vars(placeholder).update(attributes | {"__getattr__": get_attribute})
+    sys.modules[name] = placeholder
     try:
         yield
     finally:
-        if sys.modules.get(SCIPY_OPTIMIZE) is placeholder:
-            del sys.modules[SCIPY_OPTIMIZE]
+        remove_placeholder()

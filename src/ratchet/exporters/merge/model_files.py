@@ -273,19 +273,20 @@ def write_shards(
     shards = _divide_into_shards(entries, shard_bytes)
     names = _file_names(len(shards))
     written = 0
-    for name, shard in zip(names, shards, strict=True):
 
-        def blocks(shard: Sequence[TensorEntry] = shard) -> Iterator[list[bytes | memoryview]]:
-            nonlocal written
-            yield [_encode_header(shard)]
-            for entry in shard:
-                for chunk in _tensor_chunks(entry, *next(tensors)):
-                    size = len(chunk)
-                    yield [chunk]
-                    written += size
-                    on_progress(written)
+    def blocks(shard: Sequence[TensorEntry]) -> Iterator[list[bytes | memoryview]]:
+        nonlocal written
+        yield [_encode_header(shard)]
+        for entry in shard:
+            for chunk in _tensor_chunks(entry, *next(tensors)):
+                size = len(chunk)
+                yield [chunk]
+                written += size
+                on_progress(written)
 
-        files.write_blocks(directory / name, blocks())
+    with files.sync_in_background() as sync:
+        for name, shard in zip(names, shards, strict=True):
+            files.write_blocks(directory / name, blocks(shard), sync=sync)
     if len(shards) > 1:
         files.write_atomic(directory / INDEX_FILE, _encode_index(shards, names))
 

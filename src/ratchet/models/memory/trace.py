@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, cast
 
@@ -32,9 +32,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ratchet.models import chunked_loss
+from ratchet.models.chunked_loss import ChunkedLoss, Phase, ignore_phase
 from ratchet.models.device import Model
-from ratchet.models.loss import SequenceBatch
+from ratchet.models.loss import SequenceBatch, TeacherTargets
 from ratchet.models.model_spec import find_blocks
 from ratchet.models.teacher import OnlineTeacher
 
@@ -116,6 +116,11 @@ class _AllocatedBlock:
 class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
     """Records live bytes by part, their peak in every segment, and all allocations and releases."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's wrapper against compilation, which takes longer than the function: nothing is compiled."""
+        return False
+
     def __init__(self, model: Model, batch: BatchShape, records_graph: bool) -> None:
         super().__init__()
         self.batch = batch
@@ -137,6 +142,30 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
         """Return the bytes alive now."""
         return sum(self.live.values())
 
+    def describe_events(self, begin: int) -> list[tuple[Hashable, int, Hashable]]:
+        """Return all events from index `begin` on, with keys relative to `begin`."""
+        return [(_shift_key(event.key, -begin), event.size_bytes, event.graph) for event in self.events[begin:]]
+
+    def repeat_events(self, begin: int, count: int) -> None:
+        """Insert `count` copies of the events from index `begin` on, as if their operators had run more often.
+
+        The events before `begin` must be the same events, because each repetition releases blocks of the one before.
+        Blocks that are alive now keep their keys.
+        """
+        events = self.events[begin:]
+        created = {event.key for event in events if event.size_bytes > 0}
+
+        def copy_key(key: Hashable, number: int) -> Hashable:
+            """Return a block's key in a copy. Blocks of the last repetition, number `count`, keep their keys."""
+            if key in created:
+                return (key, number) if isinstance(key, int) and number < count else key
+            following = _shift_key(key, len(events))
+            return (following, number - 1) if number and following in created else key
+
+        self.events[begin:] = [
+            replace(event, key=copy_key(event.key, number)) for number in range(count + 1) for event in events
+        ]
+
     def enter_segment(self, segment: Segment) -> None:
         """Start a segment and record its peak from now on."""
         if self.segment[0] == "backward":
@@ -157,20 +186,21 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run_operator(func, args, kwargs or {})
         direction, position, _ = self.segment
+        is_dequantizing = func.namespace == "bitsandbytes"
         part: Part = "activations" if direction == "forward" or self.is_recomputing else "temporary"
-        if func.namespace == "bitsandbytes" and "dequantize" in str(func):
+        if is_dequantizing and "dequantize" in str(func):
             part = "dequantized weights"
         elif position == "after":
             part = "logits and loss"
         extra = workspace_bytes(func, args, kwargs or {}, self.batch.device)
         if extra:
             self.events.append(AllocationEvent("work space", extra, self._current_graph()))
-        for tensor in tree_iter(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._excluded and storage._cdata not in self._blocks:
                     self._add_block(storage, part)
-        self._update_peak(extra, "dequantized weights" if func.namespace == "bitsandbytes" else "temporary")
+        self._update_peak(extra, "dequantized weights" if is_dequantizing else "temporary")
         if extra:
             self.events.append(AllocationEvent("work space", -1))
         return result
@@ -212,6 +242,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
             parts = dict(self.live)
             parts[extra_part] += extra_bytes
             self.peaks[self.segment] = MemoryPeak(total, parts)
+
+
+def _shift_key(key: Hashable, count: int) -> Hashable:
+    return key + count if isinstance(key, int) else key
 
 
 def iterate_own_tensors(model: Model) -> Iterator[Tensor]:
@@ -424,6 +458,35 @@ def run_as_worker(device: Device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+class _TracedLoss(ChunkedLoss):
+    """Loss that runs the head only on the first chunks and the last chunk, and repeats the events of those between."""
+
+    def __init__(
+        self,
+        trace: AllocationTrace,
+        model: Model,
+        batch: SequenceBatch,
+        scale: float | None,
+        teacher_targets: TeacherTargets | None = None,
+        phase: Phase = ignore_phase,
+    ) -> None:
+        self.trace = trace
+        super().__init__(model, batch, scale, teacher_targets, phase)
+
+    def _chunk_starts(self, width: int) -> Iterator[int]:
+        starts, number = range(0, len(self.positions), width), 0
+        previous: list[Any] = []
+        while number < len(starts):
+            begin = len(self.trace.events)
+            yield starts[number]
+            number += 1
+            events, skipped = self.trace.describe_events(begin), len(starts) - 1 - number
+            if events == previous and skipped > 0:
+                self.trace.repeat_events(begin, skipped)
+                number += skipped
+            previous = events
+
+
 def trace_micro_batch(
     model: Model, batch: BatchShape, is_accumulated: bool, checkpointing: bool, teacher: OnlineTeacher | None = None
 ) -> AllocationTrace:  # fmt: skip
@@ -460,7 +523,7 @@ def trace_micro_batch(
                 trace.records_graph = False
                 teacher_targets = teacher.compute_targets(inputs, lambda _: 0)
                 trace.records_graph = True
-            chunked_loss.forward_backward(model, inputs, 1.0, enter_phase, teacher_targets)
+            _TracedLoss(trace, model, inputs, 1.0, teacher_targets, enter_phase).backward()
             del inputs, teacher_targets
         for handle in handles:
             handle.remove()
@@ -474,7 +537,7 @@ def trace_evaluation(model: Model, batch: BatchShape) -> AllocationTrace:
     trace = AllocationTrace(model, batch, records_graph=False)
     model.eval()
     with run_as_worker(batch.device), _track_segments(model, trace), torch.no_grad(), trace:
-        chunked_loss.compute_nll(model, build_meta_inputs(batch))
+        _TracedLoss(trace, model, build_meta_inputs(batch), None)
     return trace
 
 
