@@ -29,7 +29,7 @@ repro: $(VENV)/.ready
 
 # Ten minutes on two cores that do nothing else, in random order. What is long because it must be is in `make prove`.
 test: programs
-	pytest -n 3 --dist loadfile -m "not long" --durations=15
+	pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" --durations=15
 
 # Everything that a GPU changes: at most 25 minutes on one of 16 GB, no downloads. Writes build/gpu.json and build/gpu.md.
 # RATCHET_TEST_GPU_DEVICE=cpu tries the tests out without one.

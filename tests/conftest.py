@@ -41,6 +41,25 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+LONGEST_FILES = (
+    "test_ranks.py", "test_sweep.py", "test_shared_registry.py", "test_team.py", "test_push.py", "test_trial_store.py",
+    "test_promote.py", "test_trainer.py", "test_curves_browser.py", "test_audit.py", "test_adapter.py",
+    "test_python_api.py", "test_monitor.py", "test_chat.py", "test_examples.py", "test_scheduler.py",
+    "test_validation_scoring.py", "test_sweep_tracking.py", "test_merge_check.py", "test_reference.py",
+    "test_prepare.py", "test_tracking.py", "test_onnx_export.py", "test_fault_recovery.py", "test_merger.py",
+    "test_gradient_reducer.py", "test_merge_features.py", "test_decoding.py", "test_supervisor.py", "test_resume.py",
+    "test_simulated_gpu.py", "test_smoke_test.py",
+)  # fmt: skip
+"""They begin first, so that no test process still works on one when the others have nothing left (`make test`)."""
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-randomly has shuffled the files
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first."""
+    order = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture(autouse=True)
 def sound_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore `files.before` after each test. The hook is global to the process, so a test may replace it only for
