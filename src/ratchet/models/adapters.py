@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
-from ratchet.models import adapter_format, base_model, model_spec, targets
+from ratchet.models import adapter_format, base_model, fused_operators, model_spec, targets
 from ratchet.models.adapter_format import (
     ADAPTER,
     adapted_layers,
@@ -107,6 +107,7 @@ def attach(
     for _, layer in adapted_layers(model):
         if _is_plain_lora(layer):
             layer.forward = MethodType(_fast_forward, layer)
+    fused_operators.fuse(model)
     return model
 
 
@@ -326,10 +327,11 @@ def _initialize_dora_magnitudes(model: Model, dtype: torch.dtype) -> None:
             magnitude.weight.data = norms.detach().to(dtype)
 
 
-# A shorter forward pass for plain LoRA layers: 4 % less time per step in float32 on a CPU, and less memory. peft 0.21
-# scales and adds the update in separate operators, copies the output of a 4-bit layer, and with 16-bit activations
-# keeps a float32 copy of every layer's input. Below, one operator computes the second product, scales it and adds it to
-# the base's output, and both products have the dtype of the activations, as under autocast in transformers' Trainer.
+# A shorter forward pass for plain LoRA layers: less time per step, and less memory. peft 0.21 scales and adds the
+# update in separate operators, copies the output of a 4-bit layer, and with 16-bit activations keeps a float32 copy of
+# every layer's input. Below, one operator computes the second product, scales it and adds it to the base's output, and
+# both products have the dtype of the activations, as under autocast in transformers' Trainer. Layers that are neither
+# quantized nor sharded have a backward pass of their own. Hooks of their base layer do not run.
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -346,10 +348,16 @@ def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or layer.disable_adapters or layer.merged or layer.active_adapters != [ADAPTER]:
         peft_output: Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return peft_output
-    base_output: Tensor = layer.base_layer(x)
+    base, dropout = layer.base_layer, layer.lora_dropout[ADAPTER]
+    is_plain = type(base) is torch.nn.Linear and "forward" not in vars(base) and x.dtype == base.weight.dtype
+    if is_plain and not (layer.training and getattr(dropout, "p", 0.0)):
+        a, b = (matrix[ADAPTER].weight.to(x.dtype) for matrix in (layer.lora_A, layer.lora_B))
+        rows: Tensor = fused_operators.LowRankLinear.apply(x.flatten(0, -2), base, a, b, layer.scaling[ADAPTER])
+        return rows.view(*x.shape[:-1], -1)
+    base_output: Tensor = base(x)
     dtype = base_output.dtype
     a, b = layer.lora_A[ADAPTER].weight.to(dtype), layer.lora_B[ADAPTER].weight.to(dtype)
-    low_rank = functional.linear(layer.lora_dropout[ADAPTER](x.to(dtype)), a)
+    low_rank = functional.linear(dropout(x.to(dtype)), a)
     output = torch.addmm(base_output.flatten(0, -2), low_rank.flatten(0, -2), b.t(), alpha=layer.scaling[ADAPTER])
     return output.view_as(base_output)
 

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ratchet.models import fused_operators
 from ratchet.models.chunked_loss import ChunkedLoss, Phase, ignore_phase
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, TeacherTargets
@@ -451,7 +452,7 @@ def run_as_worker(device: Device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     layer._LoraFactorsProxy.forward = fold
     try:
-        with DeviceKernels(device):
+        with DeviceKernels(device), fused_operators.represent(device):
             yield
     finally:
         layer._LoraFactorsProxy.forward = original

@@ -1,4 +1,4 @@
-"""Tests the shorter forward pass of LoRA layers against peft's."""
+"""Tests the shorter passes of LoRA layers, norms and gated units against those of peft and transformers."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 
 import families
 from ratchet.config.train import Train
-from ratchet.models import adapters
+from ratchet.models import adapters, fused_operators
 from ratchet.models.device import Model
 
 FOUR = ("q_proj", "v_proj", "up_proj", "down_proj")
@@ -36,11 +36,25 @@ def as_peft_does(model: Model) -> Model:
     return model
 
 
-def outcome(model: Model) -> tuple[Tensor, list[Tensor]]:
+def fused(model: Model) -> set[str]:
+    """Return the classes of transformers with another forward pass."""
+    modules = [module for module in model.modules() if not isinstance(module, LoraLayer)]
+    return {type(module).__name__ for module in modules if "forward" in vars(module)}
+
+
+def as_transformers_does(model: Model) -> Model:
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            vars(module).pop("forward", None)
+    return model
+
+
+def outcome(model: Model, ids: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
     """Return the logits, and the gradients of the trainable parameters."""
     torch.manual_seed(9)
     model.zero_grad()
-    logits = model(input_ids=torch.arange(3, 43).view(2, 20), use_cache=False).logits
+    ids = torch.arange(3, 43).view(2, 20) if ids is None else ids
+    logits = model(input_ids=ids, use_cache=False).logits
     (logits.float().square().mean()).backward()
     found = [parameter.grad for _, parameter in adapters.trainable_parameters(model)]
     assert all(one is not None for one in found)
@@ -69,6 +83,44 @@ def test_it_computes_what_peft_computes(family: str, changes: dict[str, object])
         assert torch.allclose(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"LlamaMLP", "LlamaRMSNorm"}),
+        ("qwen3", {"Qwen3MLP", "Qwen3RMSNorm"}),
+        ("olmo2", {"Olmo2MLP"}),
+        ("gemma2", set()),
+        ("gpt2", set()),
+    ],
+)
+def test_only_code_that_equals_llamas_is_replaced(family: str, expected: set[str]) -> None:
+    names = ("c_attn",) if family == "gpt2" else FOUR
+    assert fused(made(family, target_modules=names)) == expected
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_norms_and_gated_units_have_the_same_bits_and_the_same_gradients(family: str, recomputes: bool) -> None:
+    model = made(family)
+    if recomputes:
+        adapters.enable_activation_checkpointing(model)
+    ids = torch.randint(3, 90, (12, 100), generator=torch.Generator().manual_seed(1))
+    for module in model.modules():  # norms begin with ones
+        if type(module).__name__.endswith("Norm"):
+            module.weight.data.uniform_(0.5, 2)
+    assert 1200 * families.INNER * 4 > 3 * fused_operators.TILE_BYTES
+    ours, theirs = outcome(model, ids), outcome(as_transformers_does(model), ids)
+    assert torch.equal(ours[0], theirs[0])
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
+
+
+def test_less_is_kept_for_the_backward_pass() -> None:
+    model = made(target_modules="all")
+    ours = kept_bytes(model)
+    assert ours < 0.9 * kept_bytes(as_transformers_does(model))
+
+
 def test_in_16_bits_it_differs_by_rounding_and_learns_in_the_type_of_the_adapter() -> None:
     model = made(dtype=torch.bfloat16, compute_dtype="bfloat16")
     ours, theirs = outcome(model), outcome(as_peft_does(model))
@@ -78,18 +130,22 @@ def test_in_16_bits_it_differs_by_rounding_and_learns_in_the_type_of_the_adapter
         assert float((one - other).norm() / other.norm()) < 0.05
 
 
+def kept_bytes(model: Model) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, without weights."""
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (pointer := tensor.untyped_storage().data_ptr()) not in own:
+            kept[pointer] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.arange(3, 67).view(1, 64), use_cache=False)
+    return sum(kept.values())
+
+
 def test_in_16_bits_no_copy_of_the_input_is_held() -> None:
-    def kept_bytes(model: Model) -> int:
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model(input_ids=torch.arange(3, 67).view(1, 64), use_cache=False)
-        return sum(kept.values())
-
     model = made(dtype=torch.bfloat16, compute_dtype="bfloat16")
     assert kept_bytes(model) < 0.8 * kept_bytes(as_peft_does(model))
 
