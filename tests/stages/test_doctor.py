@@ -118,6 +118,9 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     well, text = examine(None, None, None, False)
     assert well
     assert "device  " in text
+    assert re.search(
+        r"products   float32 [\d,]+ GFLOP/s, bfloat16 [\d,]+ GFLOP/s; `auto` is float32 on every CPU", text
+    )
     assert "bitsandbytes 0." in text
     assert "not known: no Ratchet project here: name a base with --base (a model directory or its config.json)" in text
     assert "advice" not in text
@@ -127,7 +130,7 @@ def test_a_probe_names_rates_kernels_and_the_models_that_fit() -> None:
     """`ratchet doctor` prints it on a GPU; here a CPU is measured."""
     import torch
 
-    from ratchet.stages.gpu_probe import probe_gpu
+    from ratchet.stages.hardware_probe import probe_gpu
 
     shapes = {"small": (256, 512, 2, 2, 1000), "huge": (65_536, 262_144, 3, 8, 1000)}
     found = dict(probe_gpu(torch.device("cpu"), 64, shapes))
@@ -140,15 +143,28 @@ def test_a_probe_names_rates_kernels_and_the_models_that_fit() -> None:
     )
 
 
+@pytest.mark.parametrize(("gain", "is_named"), [(2.0, True), (1.1, False)])
+def test_bfloat16_is_named_where_this_cpu_gains(monkeypatch: pytest.MonkeyPatch, gain: float, is_named: bool) -> None:
+    import torch
+
+    from ratchet.stages import hardware_probe
+
+    rates = {torch.float32: 9e10, torch.bfloat16: gain * 9e10}
+    monkeypatch.setattr(hardware_probe.profiler, "measure_product_flops_per_s", lambda _, dtype, __: rates[dtype])
+    text = hardware_probe.describe_cpu_products()
+    assert text.startswith("float32 90 GFLOP/s, bfloat16 ")
+    assert ("train.compute_dtype: bfloat16 is faster" in text) is is_named
+
+
 def test_on_a_gpu_the_doctor_adds_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from ratchet.stages import gpu_probe
+    from ratchet.stages import hardware_probe
 
     monkeypatch.setattr(device, "pick_device", lambda setting: torch.device("cpu" if setting == "cpu" else "cuda"))
     monkeypatch.setattr(device, "describe_device", lambda _: "NVIDIA L4")
     monkeypatch.setattr(device, "find_four_bit_fault", lambda *_: None)
-    monkeypatch.setattr(gpu_probe, "probe_gpu", lambda _: iter([("products", "bfloat16 90 TFLOP/s")]))
+    monkeypatch.setattr(hardware_probe, "probe_gpu", lambda _: iter([("products", "bfloat16 90 TFLOP/s")]))
     _, text = examine(None, None, None, False)
     assert "products   bfloat16 90 TFLOP/s" in text
     assert "host  " in text

@@ -161,14 +161,16 @@ def _report_machine(examination: _Examination) -> TorchDevice:
         examination.problems.append(str(error))
     device.use_threads(examination.settings.machine.threads)
     examination.add("device", device.describe_device(torch_device))
+    from ratchet.stages import hardware_probe  # its imports take a second
+
     if torch_device.type == "cuda":
         host = capacity.measure_host()
         available, total = format_bytes(host.available_bytes), format_bytes(host.total_bytes)
         examination.add("host", f"{available} of {total} memory available")
-        from ratchet.stages.gpu_probe import probe_gpu  # its imports take a second
-
-        examination.findings += probe_gpu(torch_device)
-    elif setting != "cpu" and count_visible_gpus():
+        examination.findings += hardware_probe.probe_gpu(torch_device)
+    else:
+        examination.add("products", hardware_probe.describe_cpu_products())
+    if torch_device.type != "cuda" and setting != "cpu" and count_visible_gpus():
         examination.add("GPU", f"not used: {device.explain_missing_gpu()}")
     folder = examination.layout.runs if examination.layout else Path.cwd()
     examination.add("disk", f"{format_bytes(capacity.disk_free_bytes(folder))} free")

@@ -1,4 +1,5 @@
-"""Measures what a GPU can do, for `ratchet doctor`: rates by dtype, 4 bits, attention kernels, and the models that fit.
+"""Measures for `ratchet doctor` what a GPU can do (rates by dtype, 4 bits, attention kernels, and the models that fit),
+and how fast a CPU computes products by dtype.
 
 Every figure is measured on the device or computed from its memory. No weights are loaded.
 """
@@ -23,6 +24,10 @@ from ratchet.training import profiler
 
 SIDE = 4096
 """Rows and columns of the measured products, as wide as the layers of models of 7B parameters."""
+CPU_SIDE = 1024
+"""Rows and columns of the measured products of a CPU: a few hundredths of a second."""
+USEFUL_GAIN = 1.2
+"""A CPU must multiply this many times as fast in bfloat16 as in float32 for the setting to be named."""
 KERNELS = {"flash": "FLASH_ATTENTION", "memory-efficient": "EFFICIENT_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 ROW_TOKENS = 2048
 SHAPES: Mapping[str, tuple[int, int, int, int, int]] = {
@@ -55,6 +60,16 @@ def probe_gpu(
         yield kind, fault or "works"
     yield "attention", _list_attention_kernels(device, compute_dtype)
     yield "QLoRA", _list_fitting_models(device, shapes, rates[compute_dtype])
+
+
+def describe_cpu_products() -> str:
+    """Return this CPU's rates of products in float32 and bfloat16, and the dtype that `auto` means."""
+    products, device = Counter([(CPU_SIDE, CPU_SIDE, CPU_SIDE)]), torch.device("cpu")
+    full, half = (
+        profiler.measure_product_flops_per_s(products, dtype, device) for dtype in (torch.float32, torch.bfloat16)
+    )
+    text = f"float32 {full / 1e9:,.0f} GFLOP/s, bfloat16 {half / 1e9:,.0f} GFLOP/s; `auto` is float32 on every CPU"
+    return text + ("; train.compute_dtype: bfloat16 is faster on this one" if half > USEFUL_GAIN * full else "")
 
 
 def _name_dtype(dtype: torch.dtype) -> str:
