@@ -2,7 +2,8 @@
 
 A proof is one file: a file of tests/proofs, or the tests of another file that have the marker `long`. It names its
 packages in a constant PACKAGES; without this constant, its package is its folder. tests/proofs/seconds.json has the
-seconds that each proof takes. A run of all proofs writes this file with --record.
+seconds that each proof takes. A run of all proofs writes this file with --record, and always the table of
+docs/evidence_proofs.md: what each proof proves, by the first sentence of its docstring, and whether it did.
 
 The share consists of three parts, as far as the minutes allow: the next fifth of all proofs; the proofs of packages
 that the last commits changed; other proofs, in an order given by the hash of the last commit. The number in
@@ -19,13 +20,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "tests" / "proofs"
 SECONDS = PROOFS / "seconds.json"
+PAGE = ROOT / "docs" / "evidence_proofs.md"
+REGION = "proofs"
+"""Name of the region of PAGE that is written (benchmarks/regions.py)."""
 TURN = PROOFS / "turn"
 MARKER = "pytest.mark.long"
 GROUPS = 5
@@ -50,6 +56,23 @@ class Proof:
     def name(self) -> str:
         """Name of the file, which no other test file has."""
         return self.path.name
+
+    @property
+    def promise(self) -> str:
+        """The first paragraph of the docstring, in one line."""
+        text = ast.get_docstring(ast.parse(self.path.read_text(encoding="utf-8"))) or ""
+        return " ".join(text.split("\n\n")[0].split())
+
+
+@dataclass
+class Result:
+    """The tests of one file: their seconds, and how many ended how."""
+
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {end}" for end, count in self.counts.items())
 
 
 def read_proofs() -> list[Proof]:
@@ -145,23 +168,47 @@ def advance_turn() -> None:
     print(f"{TURN.relative_to(ROOT)}: {TURN.read_text(encoding='utf-8').strip()}; commit it")
 
 
-def read_seconds(report: Path) -> dict[str, float]:
-    """Return the seconds of each file, from a report in JUnit's format."""
-    seconds: dict[str, float] = {}
+def read_results(report: Path) -> dict[str, Result]:
+    """Return the result of each file, from a report in JUnit's format."""
+    results: dict[str, Result] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 (pytest has just written it)
-        name = f"{case.get('classname', '').split('.')[-1]}.py"
-        seconds[name] = seconds.get(name, 0.0) + float(case.get("time", 0))
-    return {name: round(value) for name, value in sorted(seconds.items())}
+        result = results.setdefault(f"{case.get('classname', '').split('.')[-1]}.py", Result())
+        result.seconds += float(case.get("time", 0))
+        ends = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+        end = next((ends[child.tag] for child in case if child.tag in ends), "passed")
+        result.counts[end] = result.counts.get(end, 0) + 1
+    return dict(sorted(results.items()))
 
 
-def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, float]]:
-    """Run proofs in PROCESSES processes. Return pytest's exit code and the seconds of each file."""
+def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, Result]]:
+    """Run proofs in PROCESSES processes. Return pytest's exit code and the result of each file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-n", str(PROCESSES), "--dist", "loadfile", "--durations=15"]
         command += ["-m", "long", f"--junitxml={report}", *(str(proof.path) for proof in proofs)]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        return code, read_seconds(report) if report.exists() else {}
+        return code, read_results(report) if report.exists() else {}
+
+
+def write_page(proofs: Sequence[Proof], results: Mapping[str, Result], begun: datetime, minutes: float) -> None:
+    """Write date, machine and the result of each proof into PAGE."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import regions
+    import surroundings
+
+    machine: dict[str, Any] = surroundings.machine()
+    where = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB"
+    versions = ", ".join(f"{name} {number}" for name, number in surroundings.versions().items())
+    lines = [f"`make prove`, {begun:%-d %B %Y}, {minutes:.0f} minutes; {where}; {versions}.", ""]
+    lines += ["| what is proved | file in `tests` | s | result |", "|---|---|---:|---|"]
+    for proof in proofs:
+        result = results.get(proof.name, Result(0.0, {"not run": 1}))
+        promise = proof.promise.replace("|", "\\|")
+        path = proof.path.relative_to(PROOFS.parent).as_posix()
+        lines.append(f"| {promise} | `{path}` | {result.seconds:.0f} | {result} |")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(regions.filled(page, REGION, "\n".join(lines)), encoding="utf-8")
+    print(f"docs/{PAGE.name} is written; commit it")
 
 
 def main() -> int:
@@ -189,10 +236,14 @@ def main() -> int:
     print(f"{len(chosen)} of {len(proofs)} files of proofs", flush=True)
     if options.list or not chosen:
         return 0
-    code, seconds = run(chosen)
+    begun = datetime.now(UTC)
+    code, results = run(chosen)
+    if options.minutes is None and results:
+        write_page(proofs, results, begun, (datetime.now(UTC) - begun).total_seconds() / 60)
     if options.record and code == 0:
         known = json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}
         names = {proof.name for proof in proofs}
+        seconds = {name: round(result.seconds) for name, result in results.items()}
         merged = {name: value for name, value in sorted({**known, **seconds}.items()) if name in names}
         SECONDS.write_text(json.dumps(merged, indent=2) + "\n", encoding="utf-8")
     return code

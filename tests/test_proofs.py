@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -92,3 +93,29 @@ def test_a_file_without_packages_is_named(script: ModuleType, tmp_path: Path) ->
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"test_it\.py: no constant PACKAGES"):
         script.read_packages(tmp_path / "test_it.py")
+
+
+def test_a_report_of_all_proofs_becomes_a_table_of_what_they_prove(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "tests" / "test_first.py", tmp_path / "tests" / "test_second.py"
+    first.parent.mkdir()
+    first.write_text('"""Proves that nothing\\nis lost.\\n\\nMore."""\n', encoding="utf-8")
+    second.write_text('"""Proves a | b."""\n', encoding="utf-8")
+    report, page = tmp_path / "report.xml", tmp_path / "page.md"
+    cases = '<testcase classname="tests.test_first" time="1.6"/>'
+    cases += '<testcase classname="tests.test_first" time="2"><failure/></testcase>'
+    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>", encoding="utf-8")
+    page.write_text("Before\n<!-- measured: proofs -->\nold\n<!-- end -->\nAfter\n", encoding="utf-8")
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(script, "ROOT", ROOT)
+    monkeypatch.setattr(script, "PROOFS", first.parent / "proofs")
+    proofs = [script.Proof(path, frozenset(), 1.0) for path in (first, second)]
+    script.write_page(proofs, script.read_results(report), datetime(2026, 11, 24, tzinfo=UTC), 70.4)
+    text = page.read_text(encoding="utf-8")
+    assert "| Proves that nothing is lost. | `test_first.py` | 4 | 1 passed, 1 failed |" in text
+    assert "| Proves a \\| b. | `test_second.py` | 0 | 1 not run |" in text
+    assert "24 November 2026, 70 minutes; " in text
+    assert "old" not in text
+    assert text.startswith("Before\n")
+    assert text.endswith("<!-- end -->\nAfter\n")
