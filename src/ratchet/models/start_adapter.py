@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from ratchet.config.train import Train
-from ratchet.errors import DOCUMENTATION, DamagedFileError, DataError, HubError, SettingsError
+from ratchet.errors import DamagedFileError, DataError, HubError, SettingsError
 from ratchet.models import base_model, hub
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, files
@@ -114,8 +114,8 @@ class StartAdapter:
             if (self.path / DEEPSPEED_SCRIPT).is_file():
                 raise DataError(
                     f"{INIT_ADAPTER}: {self.path}: found the states of DeepSpeed's ranks, but no {ADAPTER_WEIGHTS}; "
-                    f"save the adapter with save_pretrained ({DOCUMENTATION}, page scale), or load the output of "
-                    f"{DEEPSPEED_SCRIPT} with peft and save it"
+                    f"save the adapter with save_pretrained, or load the output of {DEEPSPEED_SCRIPT} with peft and "
+                    "save it"
                 ) from None
             raise DataError(
                 f"{INIT_ADAPTER}: {self.path}: found neither {CHECKPOINT_WEIGHTS} nor {ADAPTER_WEIGHTS} with "
