@@ -25,6 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 TILE_BYTES = 128 * 1024
 """Bytes of a tile. A backward pass works on five of them, which fit into a core's second cache (1 MiB or more on
 current server CPUs)."""
+NEGLIGIBLE = 16
+"""A tile of a tensor with more than this many tiles is not counted in a forecast of memory."""
 _COMPARED = ("co_code", "co_names", "co_consts", "co_varnames")
 
 _meta_is_cpu = False
@@ -70,13 +72,14 @@ def _normalize(layer: Any, x: Tensor) -> Tensor:
 
 
 def _divide(rows: Tensor) -> Iterator[slice]:
-    """Yield the ranges of rows that divide a matrix into tiles. On the meta device, one tile represents all."""
-    length = rows.shape[0]
-    is_meta = rows.is_meta and _meta_is_cpu
-    step = length
-    if is_meta or rows.device.type == "cpu":
-        step = max(TILE_BYTES // (rows.shape[1] * rows.element_size()), 1)
-    for first in range(0, min(step, length) if is_meta else length, max(step, 1)):
+    """Yield the ranges of rows that divide a matrix into tiles. Where a CPU's memory is traced, one tile represents all;
+    it is left out where it is too little to matter."""
+    length, is_meta = rows.shape[0], rows.is_meta and _meta_is_cpu
+    row_bytes = rows.shape[1] * rows.element_size()
+    step = max(TILE_BYTES // row_bytes, 1) if is_meta or rows.device.type == "cpu" else max(length, 1)
+    if is_meta:
+        length = 0 if length > NEGLIGIBLE * step else min(length, step)
+    for first in range(0, length, step):
         yield slice(first, first + step)
 
 
