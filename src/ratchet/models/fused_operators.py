@@ -72,8 +72,8 @@ def _normalize(layer: Any, x: Tensor) -> Tensor:
 
 
 def _divide(rows: Tensor) -> Iterator[slice]:
-    """Yield the ranges of rows that divide a matrix into tiles. Where a CPU's memory is traced, one tile represents all;
-    it is left out where it is too little to matter."""
+    """Yield the ranges of rows that divide a matrix into tiles. Where a CPU's memory is traced, one tile represents
+    all, and none where it is too little to matter."""
     length, is_meta = rows.shape[0], rows.is_meta and _meta_is_cpu
     row_bytes = rows.shape[1] * rows.element_size()
     step = max(TILE_BYTES // row_bytes, 1) if is_meta or rows.device.type == "cpu" else max(length, 1)
