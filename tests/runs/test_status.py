@@ -112,7 +112,7 @@ def test_a_running_run_is_described(tmp_path: Path) -> None:
     assert "attempts    1" in text
 
 
-STOPPED = "stopped on request; run the same command again (`dvc repro`) to resume"
+STOPPED = "stopped on request; run the same command again (`dvc repro`; `ratchet sweep` for a trial) to resume"
 FINISHED = {"step": 6, "reason": "early_stopped", "adapter_digest": "a"}
 
 

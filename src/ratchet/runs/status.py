@@ -362,8 +362,10 @@ def describe_events(progress: RunProgress, damaged_lines: int) -> list[str]:
     return lines
 
 
-def describe_state(progress: RunProgress, running: bool, command: str = "dvc repro") -> str:
-    """Describe the state of a run in one line. `command` is the command that starts the run."""
+def describe_state(
+    progress: RunProgress, running: bool, command: str = "`dvc repro`; `ratchet sweep` for a trial"
+) -> str:
+    """Describe the state of a run in one line. `command` names the command that starts the run."""
     if progress.finished:
         return f"finished ({progress.finished.replace('_', ' ')})"
     if running:
@@ -371,7 +373,7 @@ def describe_state(progress: RunProgress, running: bool, command: str = "dvc rep
     state = "stopped on request" if progress.stopped else "not running"
     if progress.refusal:
         return f"{state}; the last start was refused: {progress.refusal}"
-    return f"{state}; run the same command again (`{command}`) to resume"
+    return f"{state}; run the same command again ({command}) to resume"
 
 
 def _describe_anomalies(progress: RunProgress) -> list[str]:

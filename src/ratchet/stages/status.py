@@ -147,7 +147,7 @@ def read_run_status(paths: RunPaths) -> RunStatus:
 
 def _describe_generation(paths: RunPaths, view: ProgressView, is_running: bool, damaged_lines: int) -> str:
     progress, generation = view.progress, view.generation
-    state = run_status.describe_state(progress, is_running, "ratchet generate")
+    state = run_status.describe_state(progress, is_running, "`ratchet generate`")
     planned = format(progress.planned_steps, ",") if progress.planned_steps else "?"
     lines = [f"generation {paths.root.name}: {state}", f"  answers     {progress.step:,} of {planned}"]
     if generation is not None and generation.answers_per_s is not None and generation.tokens_per_s is not None:
