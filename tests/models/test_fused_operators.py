@@ -1,5 +1,8 @@
 """Tests the shorter passes of LoRA layers, norms and gated units against those of peft and transformers."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -7,7 +10,7 @@ from torch import Tensor
 
 import families
 from ratchet.config.train import Train
-from ratchet.models import adapters, fused_operators
+from ratchet.models import adapters, fused_operators, loading
 from ratchet.models.device import Model
 
 FOUR = ("q_proj", "v_proj", "up_proj", "down_proj")
@@ -77,6 +80,22 @@ def test_it_computes_what_peft_computes(family: str, changes: dict[str, object])
     if family == "gpt2":
         model.eval()  # GPT-2's config has its own dropout
     assert shortened(model) == len(layers(model)) == 2 * (1 if family == "gpt2" else len(FOUR))
+    ours, theirs = outcome(model), outcome(as_peft_does(model))
+    assert torch.allclose(ours[0], theirs[0], atol=1e-5, rtol=1e-5)
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert torch.allclose(one, other, atol=1e-5 * float(other.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_in_4_bits_it_computes_what_peft_computes(saved_family: Callable[[str], Path], kind: str, storage: str) -> None:
+    settings = Train(quantization=kind, quantization_storage=storage, rank=4, target_modules="all")  # type: ignore[arg-type]
+    base = loading.load(saved_family("llama"), None, settings, torch.device("cpu"))
+    model = adapters.attach(base, settings, "digest").train()
+    torch.manual_seed(5)
+    for _, parameter in adapters.trainable_parameters(model):
+        parameter.data.normal_(0, 0.1)
+    assert all(fused_operators.has_fused_backward(layer.get_base_layer(), torch.ones(1)) for layer in layers(model))
     ours, theirs = outcome(model), outcome(as_peft_does(model))
     assert torch.allclose(ours[0], theirs[0], atol=1e-5, rtol=1e-5)
     for one, other in zip(ours[1], theirs[1], strict=True):

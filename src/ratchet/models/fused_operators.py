@@ -22,6 +22,9 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from ratchet.models import tiled_linear
+from ratchet.models.tiled_linear import TiledLinear4bit
+
 TILE_BYTES = 128 * 1024
 """Bytes of a tile. A backward pass works on five of them, which fit into a core's second cache (1 MiB or more on
 current server CPUs)."""
@@ -138,25 +141,41 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
         return result, None, None
 
 
+def has_fused_backward(base: Any, x: Tensor) -> bool:
+    """Return whether `LowRankLinear` knows the gradient of this layer of a base."""
+    if "forward" in vars(base):
+        return False
+    if type(base) is TiledLinear4bit:
+        return bool((base.compute_dtype or x.dtype) == x.dtype)
+    return type(base) is nn.Linear and bool(base.weight.dtype == x.dtype)
+
+
 class LowRankLinear(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
-    """base(x) + scale (x A^T) B^T, with a frozen linear layer `base`.
+    """base(x) + scale (x A^T) B^T, with a frozen linear layer `base`, plain or in 4 bits.
 
     x is [rows, inputs], A is [rank, inputs], B is [outputs, rank].
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, base: nn.Linear, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, base: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low_rank = torch.mm(x, a.t())
-        output: Tensor = functional.linear(x, base.weight, base.bias).addmm_(low_rank, b.t(), alpha=scale)
-        ctx.save_for_backward(x, base.weight, a, b, low_rank)
-        ctx.scale = scale
+        output: Tensor = base(x).addmm_(low_rank, b.t(), alpha=scale)
+        ctx.save_for_backward(x, a, b, low_rank)
+        ctx.base, ctx.scale = base, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None]:
-        x, weight, a, b, low_rank = ctx.saved_tensors
+        x, a, b, low_rank = ctx.saved_tensors
         of_low_rank = torch.mm(gradient, b).mul_(ctx.scale)
         of_a = torch.mm(of_low_rank.t(), x)
         of_b = torch.mm(gradient.t(), low_rank).mul_(ctx.scale)
-        of_x = torch.mm(gradient, weight).addmm_(of_low_rank, a) if ctx.needs_input_grad[0] else None
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.base.weight
+            if isinstance(ctx.base, TiledLinear4bit):
+                of_x = tiled_linear.multiply_transposed(gradient, weight.data, weight.quant_state)
+            else:
+                of_x = torch.mm(gradient, weight)
+            of_x.addmm_(of_low_rank, a)
         return of_x, None, of_a, of_b, None

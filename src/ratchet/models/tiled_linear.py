@@ -12,7 +12,7 @@ from typing import Any
 
 import bitsandbytes
 import torch
-from bitsandbytes.functional import QuantState, dequantize_blockwise
+from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor
 
@@ -40,13 +40,29 @@ class TiledLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no 
 
 def multiply(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias for x of shape [..., inputs] and a frozen 4-bit matrix W of shape [outputs, inputs]."""
-    is_large = state.shape.numel() * x.element_size() > LARGEST_KEPT_BYTES
-    has_whole_blocks = state.shape[1] % state.blocksize == 0 and state.shape[1] == x.shape[-1]
-    if x.device.type not in ("cpu", "meta") or not is_large or not has_whole_blocks or not x.numel():
+    if state.shape[1] != x.shape[-1] or not _is_tiled(x, state):
         output: Tensor = bitsandbytes.matmul_4bit(x, packed, bias=bias, quant_state=state)
         return output
     rows: Tensor = _TiledProduct.apply(x.flatten(0, -2), packed.view(torch.uint8), state, bias)
     return rows.view(*x.shape[:-1], -1)
+
+
+def multiply_transposed(gradient: Tensor, packed: Tensor, state: QuantState) -> Tensor:
+    """Return gradient @ W for a gradient of shape [rows, outputs] and a 4-bit matrix W of shape [outputs, inputs]."""
+    if not _is_tiled(gradient, state):
+        return torch.mm(gradient, dequantize_4bit(packed.view(-1, 1), state).to(gradient.dtype))
+    weight = _PackedMatrix(packed.view(torch.uint8), state, gradient.dtype)
+    output = gradient.new_empty(gradient.shape[0], weight.inputs)
+    for first, last in _divide(weight.inputs, weight.outputs, weight.block_size, gradient):
+        torch.mm(gradient, weight.unpack_columns(first, last), out=output[:, first:last])
+    return output
+
+
+def _is_tiled(rows: Tensor, state: QuantState) -> bool:
+    """Return whether a product of these rows with the matrix or its transpose is computed in tiles."""
+    is_large = state.shape.numel() * rows.element_size() > LARGEST_KEPT_BYTES
+    has_whole_blocks = state.shape[1] % state.blocksize == 0
+    return rows.device.type in ("cpu", "meta") and is_large and has_whole_blocks and rows.numel() > 0
 
 
 class _TiledProduct(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
@@ -67,11 +83,7 @@ class _TiledProduct(torch.autograd.Function):  # type: ignore[misc]  # torch giv
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        weight = _PackedMatrix(ctx.packed, ctx.state, gradient.dtype)
-        output = gradient.new_empty(gradient.shape[0], weight.inputs)
-        for first, last in _divide(weight.inputs, weight.outputs, weight.block_size, gradient):
-            torch.mm(gradient, weight.unpack_columns(first, last), out=output[:, first:last])
-        return output, None, None, None
+        return multiply_transposed(gradient, ctx.packed, ctx.state), None, None, None
 
 
 def _divide(length: int, width: int, multiple: int, like: Tensor) -> Iterator[tuple[int, int]]:
