@@ -1,4 +1,7 @@
-"""Proves that each tutorial works as its page says: every command runs in a new directory, with the output shown."""
+"""Proves that each tutorial works as its page says: every command runs in a new directory, with the output shown.
+
+The trial on docs/replicas.md runs too, with data/raw/support.csv as the reader's file.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,7 +11,8 @@ import pytest
 import tutorials
 
 PACKAGES = ("api", "cli", "stages")
-PAGES = sorted(path.name for path in tutorials.DOCS.glob("tutorial_*.md"))
+PAGES = [*sorted(path.name for path in tutorials.DOCS.glob("tutorial_*.md")), "replicas.md"]
+ROWS = tutorials.DOCS.parent / "data" / "raw" / "support.csv"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,7 @@ def run(name: str, directory: Path, finished: dict[str, Path]) -> None:
     before = tutorials.find_prerequisite(page)
     if before is None:
         directory.mkdir()
+        shutil.copy(ROWS, directory)
     else:
         if before not in finished:
             run(before, directory.with_name("before"), finished)
