@@ -2,8 +2,8 @@
 
 A proof is one file: a file of tests/proofs, or the tests of another file that have the marker `long`. It names its
 packages in a constant PACKAGES; without this constant, its package is its folder. tests/proofs/seconds.json has the
-seconds that each proof takes. A run of all proofs writes this file with --record, and always the table of
-docs/evidence_proofs.md: what each proof proves, by the first sentence of its docstring, and whether it did.
+seconds that each proof takes. A run of all proofs writes the table of docs/evidence_proofs.md: what each proof proves,
+by the first paragraph of its docstring, and whether it did. With --record, it writes seconds.json too.
 
 The share consists of three parts, as far as the minutes allow: the next fifth of all proofs; the proofs of packages
 that the last commits changed; other proofs, in an order given by the hash of the last commit. The number in

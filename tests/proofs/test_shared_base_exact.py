@@ -60,6 +60,7 @@ def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> ProjectLay
     ("chosen", "machine"),
     [
         (tiny_project.TRAIN, {}),
+        (tiny_project.TRAIN.model_copy(update={"dropout": 0.0}), {}),  # layers have another backward pass
         (PLAIN, {"activation_checkpointing": True}),
         # Two ranks process five rows per step in micro-batches of two rows, so one rank has more work than the other.
         (tiny_project.TRAIN.model_copy(update={"batch_size": 5}), {"micro_batch_size": 2}),

@@ -330,8 +330,8 @@ def _initialize_dora_magnitudes(model: Model, dtype: torch.dtype) -> None:
 # A shorter forward pass for plain LoRA layers: less time per step, and less memory. peft 0.21 scales and adds the
 # update in separate operators, copies the output of a 4-bit layer, and with 16-bit activations keeps a float32 copy of
 # every layer's input. Below, one operator computes the second product, scales it and adds it to the base's output, and
-# both products have the dtype of the activations, as under autocast in transformers' Trainer. Some layers have a
-# backward pass of their own too.
+# both products have the dtype of the activations, as under autocast in transformers' Trainer. Without dropout, plain
+# layers, and 4-bit layers on a CPU, have a backward pass of their own too (fused_operators.py).
 
 
 def _is_plain_lora(layer: Any) -> bool:
@@ -352,7 +352,7 @@ def _fast_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if fused_operators.has_fused_backward(base, x) and not (layer.training and getattr(dropout, "p", 0.0)):
         a, b = (matrix[ADAPTER].weight.to(x.dtype) for matrix in (layer.lora_A, layer.lora_B))
         rows: Tensor = fused_operators.LowRankLinear.apply(x.flatten(0, -2), base, a, b, layer.scaling[ADAPTER])
-        return rows.view(*x.shape[:-1], -1)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
     base_output: Tensor = base(x)
     dtype = base_output.dtype
     a, b = layer.lora_A[ADAPTER].weight.to(dtype), layer.lora_B[ADAPTER].weight.to(dtype)

@@ -7,10 +7,11 @@ whole tensors, and keeps intermediate results for the backward pass. The functio
 - keep their inputs, and compute intermediate results again;
 - add the two gradients of an adapted layer's input within the second product.
 
-They compute what the classes of transformers and peft compute, with the same bits in the forward pass and, up to
-rounding, the same gradients.
+They compute what the classes of transformers and peft compute: on one thread with the same bits in the forward pass,
+and up to rounding the same gradients. They have no second derivatives.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -18,41 +19,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ratchet.models import tiled_linear
 from ratchet.models.tiled_linear import TiledLinear4bit
 
 TILE_BYTES = 128 * 1024
-"""Bytes of a tile. A backward pass works on five of them, which fit into a core's second cache (1 MiB or more on
-current server CPUs)."""
-NEGLIGIBLE = 16
-"""A tile of a tensor with more than this many tiles is not counted in a forecast of memory."""
-_COMPARED = ("co_code", "co_names", "co_consts", "co_varnames")
+"""Bytes of a tile, for each thread. A backward pass works on five tiles, which fit into a core's second cache (1 MiB
+or more on current server CPUs)."""
+MAX_COUNTED_TILES = 16
+"""The tiles of a tensor with more of them are left out of a forecast of memory."""
+VECTOR = 64
+"""A tile is a multiple of this many elements, because kernels compute the last elements of a tensor, which fill no
+vector register, by another formula."""
+_CODE_ATTRIBUTES = ("co_code", "co_names", "co_consts", "co_varnames")
 
-_meta_is_cpu = False
-"""Whether tensors on the meta device represent a CPU's."""
+_is_meta_cpu = False
+"""Whether tensors on the meta device represent those of a CPU."""
 
 
 @contextmanager
-def represent(device: str) -> Iterator[None]:
+def represent_device(device: str) -> Iterator[None]:
     """Let tensors on the meta device, which have no contents, represent those of this device."""
-    global _meta_is_cpu  # noqa: PLW0603
-    before, _meta_is_cpu = _meta_is_cpu, device == "cpu"
+    global _is_meta_cpu  # noqa: PLW0603
+    before, _is_meta_cpu = _is_meta_cpu, device == "cpu"
     try:
         yield
     finally:
-        _meta_is_cpu = before
+        _is_meta_cpu = before
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward pass of frozen norms and of feed-forward layers that compute what Llama's classes compute."""
+    """Replace the forward pass of norms and of feed-forward layers that compute what Llama's classes compute."""
     for module in model.modules():
         if _computes_as(module, LlamaMLP) and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
             module.forward = MethodType(_feed_forward, module)
-        elif _computes_as(module, LlamaRMSNorm) and not module.weight.requires_grad:
+        elif _computes_as(module, LlamaRMSNorm):
             module.forward = MethodType(_normalize, module)
 
 
@@ -61,7 +65,7 @@ def _computes_as(module: nn.Module, model_class: type[nn.Module]) -> bool:
     code, expected = (getattr(kind.forward, "__code__", None) for kind in (type(module), model_class))
     if code is None or "forward" in vars(module):
         return False
-    return all(getattr(code, name) == getattr(expected, name) for name in _COMPARED)
+    return all(getattr(code, name) == getattr(expected, name) for name in _CODE_ATTRIBUTES)
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
@@ -70,18 +74,27 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _normalize(layer: Any, x: Tensor) -> Tensor:
-    output: Tensor = _RootMeanSquareNorm.apply(x, layer.weight, layer.variance_epsilon)
+    is_trained = layer.weight.requires_grad and torch.is_grad_enabled()
+    output: Tensor = (
+        type(layer).forward(layer, x)
+        if is_trained
+        else _RootMeanSquareNorm.apply(x, layer.weight, layer.variance_epsilon)
+    )
     return output
 
 
 def _divide(rows: Tensor) -> Iterator[slice]:
     """Yield the ranges of rows that divide a matrix into tiles. Where a CPU's memory is traced, one tile represents
     all, and none where it is too little to matter."""
-    length, is_meta = rows.shape[0], rows.is_meta and _meta_is_cpu
-    row_bytes = rows.shape[1] * rows.element_size()
-    step = max(TILE_BYTES // row_bytes, 1) if is_meta or rows.device.type == "cpu" else max(length, 1)
-    if is_meta:
-        length = 0 if length > NEGLIGIBLE * step else min(length, step)
+    length, width = rows.shape
+    is_traced = rows.is_meta and _is_meta_cpu
+    step = max(length, 1)
+    if is_traced or rows.device.type == "cpu":
+        unit = VECTOR // math.gcd(VECTOR, width)
+        wanted = torch.get_num_threads() * TILE_BYTES // (width * rows.element_size())
+        step = max(wanted // unit, 1) * unit
+    if is_traced:
+        length = 0 if length > MAX_COUNTED_TILES * step else min(length, step)
     for first in range(0, length, step):
         yield slice(first, first + step)
 
@@ -93,22 +106,24 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         output = gate.new_empty(gate.shape)
-        gates, ups, outputs = (tensor.flatten(0, -2) for tensor in (gate, up, output))
-        for rows in _divide(outputs):
-            torch.mul(functional.silu(gates[rows]), ups[rows], out=outputs[rows])
+        gate_rows, up_rows, output_rows = (tensor.flatten(0, -2) for tensor in (gate, up, output))
+        for tile in _divide(output_rows):
+            torch.mul(functional.silu(gate_rows[tile]), up_rows[tile], out=output_rows[tile])
         return output
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        of_gate, of_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        gates, ups, gradients = (tensor.flatten(0, -2) for tensor in (gate, up, gradient))
-        for_gates, for_ups = of_gate.flatten(0, -2), of_up.flatten(0, -2)
-        for rows in _divide(gates):
-            torch.mul(gradients[rows], functional.silu(gates[rows]), out=for_ups[rows])
-            of_silu = gradients[rows] * ups[rows]
-            torch.ops.aten.silu_backward.grad_input(of_silu, gates[rows], grad_input=for_gates[rows])
-        return of_gate, of_up
+        gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        gate_rows, up_rows, gradient_rows = (tensor.flatten(0, -2) for tensor in (gate, up, gradient))
+        gate_gradient_rows, up_gradient_rows = gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)
+        for tile in _divide(gate_rows):
+            torch.mul(gradient_rows[tile], functional.silu(gate_rows[tile]), out=up_gradient_rows[tile])
+            torch.ops.aten.silu_backward.grad_input(
+                gradient_rows[tile] * up_rows[tile], gate_rows[tile], grad_input=gate_gradient_rows[tile]
+            )
+        return gate_gradient, up_gradient
 
 
 class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
@@ -118,35 +133,37 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         output = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-        rows, outputs = x.flatten(0, -2), output.flatten(0, -2)
+        rows, output_rows = x.flatten(0, -2), output.flatten(0, -2)
         factors = rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
         for tile in _divide(rows):
             values = rows[tile].float()
             torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon, out=factors[tile])
-            torch.mul(weight, (values * factors[tile]).to(x.dtype), out=outputs[tile])
+            torch.mul(weight, (values * factors[tile]).to(x.dtype), out=output_rows[tile])
         ctx.save_for_backward(x, weight, factors)
         return output
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """With f the factor of a row, n its width and g = gradient * weight: f g - x f³ sum(g x) / n."""
         x, weight, factors = ctx.saved_tensors
-        result = x.new_empty(x.shape)
-        rows, gradients, results = (tensor.flatten(0, -2) for tensor in (x, gradient, result))
+        x_gradient = x.new_empty(x.shape)
+        rows, gradient_rows, x_gradient_rows = (tensor.flatten(0, -2) for tensor in (x, gradient, x_gradient))
         for tile in _divide(rows):
             values, factor = rows[tile].float(), factors[tile]
-            weighted = gradients[tile] * weight
+            weighted = (gradient_rows[tile] * weight).float()
             shares = (weighted * values).sum(-1, keepdim=True).mul_(factor.pow(3)).div_(-x.shape[-1])
-            results[tile] = (weighted * factor).addcmul_(values, shares)
-        return result, None, None
+            x_gradient_rows[tile] = (weighted * factor).addcmul_(values, shares)
+        return x_gradient, None, None
 
 
 def has_fused_backward(base: Any, x: Tensor) -> bool:
-    """Return whether `LowRankLinear` knows the gradient of this layer of a base."""
+    """Return whether `LowRankLinear` knows the gradient of this layer of a base: plain layers, and 4-bit layers on a
+    CPU, sharded or not. Those of a GPU are bitsandbytes' own, because the two would round differently."""
     if "forward" in vars(base):
         return False
-    if type(base) is TiledLinear4bit:
-        return bool((base.compute_dtype or x.dtype) == x.dtype)
+    if isinstance(base, TiledLinear4bit):
+        return x.device.type != "cuda" and bool((base.compute_dtype or x.dtype) == x.dtype)
     return type(base) is nn.Linear and bool(base.weight.dtype == x.dtype)
 
 
@@ -165,17 +182,15 @@ class LowRankLinear(torch.autograd.Function):  # type: ignore[misc]  # torch giv
         return output
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None]:
         x, a, b, low_rank = ctx.saved_tensors
-        of_low_rank = torch.mm(gradient, b).mul_(ctx.scale)
-        of_a = torch.mm(of_low_rank.t(), x)
-        of_b = torch.mm(gradient.t(), low_rank).mul_(ctx.scale)
-        of_x = None
+        low_rank_gradient = torch.mm(gradient, b).mul_(ctx.scale)
+        a_gradient = torch.mm(low_rank_gradient.t(), x)
+        b_gradient = torch.mm(gradient.t(), low_rank).mul_(ctx.scale)
+        x_gradient = None
         if ctx.needs_input_grad[0]:
-            weight = ctx.base.weight
-            if isinstance(ctx.base, TiledLinear4bit):
-                of_x = tiled_linear.multiply_transposed(gradient, weight.data, weight.quant_state)
-            else:
-                of_x = torch.mm(gradient, weight)
-            of_x.addmm_(of_low_rank, a)
-        return of_x, None, of_a, of_b, None
+            is_4bit = isinstance(ctx.base, TiledLinear4bit)
+            x_gradient = ctx.base.multiply_transposed(gradient) if is_4bit else torch.mm(gradient, ctx.base.weight)
+            x_gradient.addmm_(low_rank_gradient, a)
+        return x_gradient, None, a_gradient, b_gradient, None

@@ -35,7 +35,22 @@ class TiledLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no 
             layer.compute_type_is_set = True
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return multiply(x.to(dtype), self.weight.data, self.weight.quant_state, bias).to(x.dtype)
+        return multiply(x.to(dtype), self.packed, self.constants, bias).to(x.dtype)
+
+    def multiply_transposed(self, gradient: Tensor) -> Tensor:
+        """Return gradient @ W for a gradient of shape [rows, outputs], in its type."""
+        return multiply_transposed(gradient, self.packed, self.constants)
+
+    @property
+    def packed(self) -> Tensor:
+        """The weights, two in a byte."""
+        packed: Tensor = self.weight.data
+        return packed
+
+    @property
+    def constants(self) -> QuantState:
+        """Quantization constants, shape and type of the weights."""
+        return self.weight.quant_state
 
 
 def multiply(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) -> Tensor:
@@ -44,7 +59,7 @@ def multiply(x: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None) 
         output: Tensor = bitsandbytes.matmul_4bit(x, packed, bias=bias, quant_state=state)
         return output
     rows: Tensor = _TiledProduct.apply(x.flatten(0, -2), packed.view(torch.uint8), state, bias)
-    return rows.view(*x.shape[:-1], -1)
+    return rows if x.dim() == 2 else rows.view(*x.shape[:-1], -1)
 
 
 def multiply_transposed(gradient: Tensor, packed: Tensor, state: QuantState) -> Tensor:

@@ -33,7 +33,7 @@ FORMAT = 2
 """Format of a run directory. A directory of format 1 has no format.json; its checkpoints have no identity.json and are
 ignored."""
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Increased when a code change alters what the same settings learn; part of every RunId."""
 
 LOCK_WAIT_S = 5.0

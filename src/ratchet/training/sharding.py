@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ratchet.errors import SettingsError
-from ratchet.models import tiled_linear, weights
+from ratchet.models import weights
 from ratchet.models.device import Model
 from ratchet.models.memory import forecast as rank_memory
 from ratchet.models.model_spec import find_blocks
+from ratchet.models.tiled_linear import TiledLinear4bit
 from ratchet.training.distributed import RankGroup
 
 
@@ -83,14 +85,19 @@ def _move_outer_modules(model: Model, layers: Sequence[nn.Module], device: torch
             module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
 
 
-class _ShardedLinear4bit(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
+class _ShardedLinear4bit(TiledLinear4bit):
     """A 4-bit layer whose packed weights FSDP gathers and frees; its quantisation constants stay in memory."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute as the layer did before it was sharded. x: [..., inputs]; returns [..., outputs]."""
-        dtype = self.compute_dtype or x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return tiled_linear.multiply(x.to(dtype), self.weight, self.quant_state, bias).to(x.dtype)
+    @property
+    def packed(self) -> Tensor:
+        """The gathered weights."""
+        packed: Tensor = self.weight
+        return packed
+
+    @property
+    def constants(self) -> QuantState:
+        """Constants of the unsharded weights."""
+        return self.quant_state
 
 
 class _LayerAllGather:

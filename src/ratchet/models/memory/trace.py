@@ -452,7 +452,7 @@ def run_as_worker(device: Device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     layer._LoraFactorsProxy.forward = fold
     try:
-        with DeviceKernels(device), fused_operators.represent(device):
+        with DeviceKernels(device), fused_operators.represent_device(device):
             yield
     finally:
         layer._LoraFactorsProxy.forward = original
