@@ -187,7 +187,7 @@ class LowRankLinear(torch.autograd.Function):  # type: ignore[misc]  # torch giv
         x, a, b, low_rank = ctx.saved_tensors
         low_rank_gradient = torch.mm(gradient, b).mul_(ctx.scale)
         a_gradient = torch.mm(low_rank_gradient.t(), x)
-        b_gradient = torch.mm(gradient.t(), low_rank).mul_(ctx.scale)
+        b_gradient = torch.mm(low_rank.t(), gradient).t().contiguous().mul_(ctx.scale)  # faster than its transpose
         x_gradient = None
         if ctx.needs_input_grad[0]:
             is_4bit = isinstance(ctx.base, TiledLinear4bit)
