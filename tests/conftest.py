@@ -41,6 +41,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+COVERAGE_EXIT_S = 120
+"""Seconds that a test process may take to write its coverage data at its end. After xdist's 10 s it is killed, and the
+data is lost."""
+
+
+def pytest_configure() -> None:
+    """Let test processes of `make coverage` write their data."""
+    if "COVERAGE_RUN" in os.environ:
+        from xdist.workermanage import NodeManager
+
+        NodeManager.EXIT_TIMEOUT = COVERAGE_EXIT_S
+
+
 LONGEST_FILES = (
     "test_ranks.py", "test_sweep.py", "test_shared_registry.py", "test_team.py", "test_push.py", "test_trial_store.py",
     "test_promote.py", "test_trainer.py", "test_curves_browser.py", "test_audit.py", "test_adapter.py",
