@@ -2,8 +2,8 @@
 
 A proof is one file: a file of tests/proofs, or the tests of another file that have the marker `long`. It names its
 packages in a constant PACKAGES; without this constant, its package is its folder. tests/proofs/seconds.json has the
-seconds that each proof takes. A run of all proofs writes the table of docs/evidence_proofs.md: what each proof proves,
-by the first paragraph of its docstring, and whether it did. With --record, it writes seconds.json too.
+seconds that each proof takes. A run writes its results into the table of docs/evidence_proofs.md: what each proof
+proves, by the first paragraph of its docstring, and whether it did. With --record, it writes seconds.json too.
 
 The share consists of three parts, as far as the minutes allow: the next fifth of all proofs; the proofs of packages
 that the last commits changed; other proofs, in an order given by the hash of the last commit. The number in
@@ -16,6 +16,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -191,22 +192,25 @@ def run(proofs: Sequence[Proof]) -> tuple[int, Mapping[str, Result]]:
 
 
 def write_page(proofs: Sequence[Proof], results: Mapping[str, Result], begun: datetime, minutes: float) -> None:
-    """Write date, machine and the result of each proof into PAGE."""
+    """Write machine, date and the results of a run into PAGE. Proofs that did not run keep the result that is there."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import regions
     import surroundings
 
+    page = PAGE.read_text(encoding="utf-8")
     machine: dict[str, Any] = surroundings.machine()
     where = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB"
     versions = ", ".join(f"{name} {number}" for name, number in surroundings.versions().items())
-    lines = [f"`make prove`, {begun:%-d %B %Y}, {minutes:.0f} minutes; {where}; {versions}.", ""]
-    lines += ["| what is proved | file in `tests` | s | result |", "|---|---|---:|---|"]
+    lines = [f"Last run: `make prove`, {begun:%-d %B %Y}, {minutes:.0f} minutes; {where}; {versions}.", ""]
+    lines += ["| what is proved | file | s | result | date |", "|---|---|---:|---|---|"]
+    earlier = {found[1]: found[0] for found in re.finditer(r"(?<=\| )`(\S+)` \| .*\|$", page, re.MULTILINE)}
     for proof in proofs:
-        result = results.get(proof.name, Result(0.0, {"not run": 1}))
+        path = proof.path.relative_to(PROOFS.parents[1]).as_posix()
+        row = earlier.get(path, f"`{path}` | 0 | 1 not run | |")
+        if result := results.get(proof.name):
+            row = f"`{path}` | {result.seconds:.0f} | {result} | {begun:%-d %B %Y} |"
         promise = proof.promise.replace("|", "\\|")
-        path = proof.path.relative_to(PROOFS.parent).as_posix()
-        lines.append(f"| {promise} | `{path}` | {result.seconds:.0f} | {result} |")
-    page = PAGE.read_text(encoding="utf-8")
+        lines.append(f"| {promise} | {row}")
     PAGE.write_text(regions.filled(page, REGION, "\n".join(lines)), encoding="utf-8")
     print(f"docs/{PAGE.name} is written; commit it")
 
@@ -238,7 +242,7 @@ def main() -> int:
         return 0
     begun = datetime.now(UTC)
     code, results = run(chosen)
-    if options.minutes is None and results:
+    if results:
         write_page(proofs, results, begun, (datetime.now(UTC) - begun).total_seconds() / 60)
     if options.record and code == 0:
         known = json.loads(SECONDS.read_text(encoding="utf-8")) if SECONDS.exists() else {}

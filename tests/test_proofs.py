@@ -113,8 +113,15 @@ def test_a_report_of_all_proofs_becomes_a_table_of_what_they_prove(
     proofs = [script.Proof(path, frozenset(), 1.0) for path in (first, second)]
     script.write_page(proofs, script.read_results(report), datetime(2026, 11, 24, tzinfo=UTC), 70.4)
     text = page.read_text(encoding="utf-8")
-    assert "| Proves that nothing is lost. | `test_first.py` | 4 | 1 passed, 1 failed |" in text
-    assert "| Proves a \\| b. | `test_second.py` | 0 | 1 not run |" in text
+    first_row = "| Proves that nothing is lost. | `tests/test_first.py` | 4 | 1 passed, 1 failed | 24 November 2026 |"
+    assert first_row in text
+    assert "| Proves a \\| b. | `tests/test_second.py` | 0 | 1 not run | |" in text
+    script.write_page(
+        proofs, {"test_second.py": script.Result(2, {"passed": 3})}, datetime(2026, 11, 25, tzinfo=UTC), 1
+    )
+    later = page.read_text(encoding="utf-8")
+    assert first_row in later
+    assert "| Proves a \\| b. | `tests/test_second.py` | 2 | 3 passed | 25 November 2026 |" in later
     assert "24 November 2026, 70 minutes; " in text
     assert "old" not in text
     assert text.startswith("Before\n")
