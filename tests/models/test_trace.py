@@ -205,10 +205,13 @@ def test_fused_attention_of_gpus_keeps_no_scores_and_a_mask_repeats_the_keys() -
     assert rows < packs < kept_without_data(eager, BatchShape(1, 512, 1, False, "cuda"))
 
 
-def test_the_process_is_left_as_it_was() -> None:
-    before = torch.get_rng_state()
-    assert not torch.are_deterministic_algorithms_enabled()
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_the_process_is_left_as_it_was(is_deterministic: bool) -> None:
+    before, was_deterministic = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_deterministic)
     trace.trace_micro_batch(on_meta("llama"), BatchShape(1, 8, 2, False, "cpu"), False, True)
+    after = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(was_deterministic)
     assert torch.equal(before, torch.get_rng_state())
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert after is is_deterministic
     assert torch.ones(2).device.type == "cpu"

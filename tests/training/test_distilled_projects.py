@@ -24,10 +24,10 @@ from ratchet.training.run_spec import build_launch, build_run_spec
 
 def test_run_ids_are_stable() -> None:
     spec = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
-    assert spec.run_id == "7eb48ec604f9"
+    assert spec.run_id == "b38566ace6fd"
     distill = DistillSettings(teacher="0123456789ab", temperature=2.0)
     written = spec.model_copy(update={"train": Train(distill=distill), "distillation_digest": "t" * 64})
-    assert written.run_id == "f70ed5c46a0c"
+    assert written.run_id == "5ea149c12de6"
     during = distill.model_copy(update={"mode": "online"})
     assert written.model_copy(update={"train": Train(distill=during)}).run_id != written.run_id
 

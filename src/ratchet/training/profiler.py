@@ -178,7 +178,8 @@ def count_workload(model: Model) -> Iterator[StepWorkload]:
 
 
 def _flop_formulas() -> dict[Any, Any]:
-    """Return formulas for operations that torch (2.13) does not count: fused attention on CPUs, and 4-bit products."""
+    """Return formulas for operations that torch (2.13) does not count: fused attention on CPUs, 4-bit products, and
+    products that are added in place."""
 
     def attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
         return int(sdpa_flop_count(query, key, value))
@@ -189,9 +190,13 @@ def _flop_formulas() -> dict[Any, Any]:
     def product_4bit(left: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
         return 2 * math.prod(left) * out_shape[-1]
 
+    def added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
+        return 2 * math.prod(left) * right[-1]
+
     aten = torch.ops.aten
     return {
         torch.ops.bitsandbytes.gemm_4bit: product_4bit,
+        aten.addmm_: added_product,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }
