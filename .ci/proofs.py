@@ -206,7 +206,7 @@ def write_page(proofs: Sequence[Proof], results: Mapping[str, Result], begun: da
     earlier = {found[1]: found[0] for found in re.finditer(r"(?<=\| )`(\S+)` \| .*\|$", page, re.MULTILINE)}
     for proof in proofs:
         path = proof.path.relative_to(PROOFS.parents[1]).as_posix()
-        row = earlier.get(path, f"`{path}` | 0 | 1 not run | |")
+        row = earlier.get(path, f"`{path}` | | not run yet | |")
         if result := results.get(proof.name):
             row = f"`{path}` | {result.seconds:.0f} | {result} | {begun:%-d %B %Y} |"
         promise = proof.promise.replace("|", "\\|")
