@@ -24,13 +24,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "tests" / "proofs"
 SECONDS = PROOFS / "seconds.json"
 PAGE = ROOT / "docs" / "evidence_proofs.md"
+ENDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+"""How a test ended that did not pass, by the elements of a report in JUnit's format."""
 REGION = "proofs"
 """Name of the region of PAGE that is written (benchmarks/regions.py)."""
 TURN = PROOFS / "turn"
@@ -175,8 +176,7 @@ def read_results(report: Path) -> dict[str, Result]:
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 (pytest has just written it)
         result = results.setdefault(f"{case.get('classname', '').split('.')[-1]}.py", Result())
         result.seconds += float(case.get("time", 0))
-        ends = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-        end = next((ends[child.tag] for child in case if child.tag in ends), "passed")
+        end = next((ENDS[child.tag] for child in case if child.tag in ENDS), "passed")
         result.counts[end] = result.counts.get(end, 0) + 1
     return dict(sorted(results.items()))
 
@@ -198,10 +198,8 @@ def write_page(proofs: Sequence[Proof], results: Mapping[str, Result], begun: da
     import surroundings
 
     page = PAGE.read_text(encoding="utf-8")
-    machine: dict[str, Any] = surroundings.machine()
-    where = f"{machine['processor']}, {machine['cpus']} CPUs, {machine['memory_bytes'] / 1e9:.0f} GB"
-    versions = ", ".join(f"{name} {number}" for name, number in surroundings.versions().items())
-    lines = [f"Last run: `make prove`, {begun:%-d %B %Y}, {minutes:.0f} minutes; {where}; {versions}.", ""]
+    around = surroundings.describe(surroundings.machine(), surroundings.versions())
+    lines = [f"Last run: `make prove`, {begun:%-d %B %Y}, {minutes:.0f} minutes; {around}.", ""]
     lines += ["| what is proved | file | s | result | date |", "|---|---|---:|---|---|"]
     earlier = {found[1]: found[0] for found in re.finditer(r"(?<=\| )`(\S+)` \| .*\|$", page, re.MULTILINE)}
     for proof in proofs:

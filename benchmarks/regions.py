@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from report import figure, spread, verdict
-from surroundings import warning
+from surroundings import describe, warning
 
 Shown = Literal["all", "missed"]
 """Rows in the document: all rows, or only rows that are not ok, for benchmarks with about a hundred rows."""
@@ -114,12 +114,8 @@ def written(outcome: Outcome, shown: Shown) -> str:
 
 def summary(outcomes: Sequence[Outcome], around: dict[str, Any]) -> str:
     """Return machine and versions, and a line per benchmark."""
-    machine, versions = around["machine"], around["versions"]
-    where = [str(machine["processor"]), f"{machine['cpus']} CPUs", f"{machine['memory_bytes'] / 1e9:.0f} GB"]
-    where += [machine["gpu"]] if "gpu" in machine else []
     lines = [
-        f"{outcomes[0].begun:%-d %B %Y}; {', '.join(where)}; {machine['system']}; "
-        + ", ".join(f"{name} {number}" for name, number in versions.items()),
+        f"{outcomes[0].begun:%-d %B %Y}; {describe(around['machine'], around['versions'])}",
         "",
         "| benchmark | s | planned, s | taken by others | rows | |",
         "|---|---:|---:|---:|---:|---|",

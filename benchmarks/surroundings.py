@@ -109,6 +109,14 @@ def machine() -> dict[str, Any]:
     return found
 
 
+def describe(machine: dict[str, Any], versions: dict[str, str]) -> str:
+    """Return machine and versions in one line."""
+    where = [str(machine["processor"]), f"{machine['cpus']} CPUs", f"{machine['memory_bytes'] / 1e9:.0f} GB"]
+    where += [machine["gpu"]] if "gpu" in machine else []
+    libraries = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"{', '.join(where)}; {machine['system']}; {libraries}"
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries that results depend on."""
     found = {"python": platform.python_version()}

@@ -160,7 +160,7 @@ def test_the_last_block_is_computed_where_it_is_learned_from(recompute: bool) ->
         if recompute:
             adapters.enable_activation_checkpointing(model)
         for name, module in model.get_base_model().get_decoder().layers.named_modules():
-            if name.endswith("_proj"):
+            if name.endswith("_proj.base_layer"):
                 module.register_forward_hook(partial(see, name))
 
     same_as_the_whole(model, watch)

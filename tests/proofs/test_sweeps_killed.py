@@ -1,5 +1,5 @@
-"""Proves the README's sentence "every trial is accounted for, none is trained twice" for sweeps whose workers and
-machine are killed."""
+"""Proves the README's sentence "every trial is accounted for, none is trained twice" for sweeps with
+killed workers and a killed machine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Proves row R12 for "ratchet ui": it sends the events that MLflow missed and ends runs whose processes are dead."""
+"""Proves row R12 for "ratchet ui": it sends the events that MLflow missed and ends runs of dead processes."""
 
 from pathlib import Path
 

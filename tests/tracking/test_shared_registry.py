@@ -1,4 +1,4 @@
-"""Tests registered models on a server: a team has one champion, and a person who is killed blocks nobody."""
+"""Tests registered models on a server: a team has one champion, and a person who is killed blocks no other."""
 
 import itertools
 import os

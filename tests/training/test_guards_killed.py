@@ -1,4 +1,4 @@
-"""A training whose guards act is killed in each of their states, and ends as if it had not been killed."""
+"""A training is killed in each state of its guards, and ends as if it had not been killed."""
 
 import json
 import subprocess

@@ -74,12 +74,10 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _normalize(layer: Any, x: Tensor) -> Tensor:
-    is_trained = layer.weight.requires_grad and torch.is_grad_enabled()
-    output: Tensor = (
-        type(layer).forward(layer, x)
-        if is_trained
-        else _RootMeanSquareNorm.apply(x, layer.weight, layer.variance_epsilon)
-    )
+    if layer.weight.requires_grad:  # only a frozen weight has no gradient
+        output: Tensor = type(layer).forward(layer, x)
+    else:
+        output = _RootMeanSquareNorm.apply(x, layer.weight, layer.variance_epsilon)
     return output
 
 

@@ -170,8 +170,8 @@ def _report_machine(examination: _Examination) -> TorchDevice:
         examination.findings += hardware_probe.probe_gpu(torch_device)
     else:
         examination.add("products", hardware_probe.describe_cpu_products())
-    if torch_device.type != "cuda" and setting != "cpu" and count_visible_gpus():
-        examination.add("GPU", f"not used: {device.explain_missing_gpu()}")
+        if setting != "cpu" and count_visible_gpus():
+            examination.add("GPU", f"not used: {device.explain_missing_gpu()}")
     folder = examination.layout.runs if examination.layout else Path.cwd()
     examination.add("disk", f"{format_bytes(capacity.disk_free_bytes(folder))} free")
     examination.add("libraries", ", ".join(f"{name} {version(name)}" for name in LIBRARIES))
