@@ -117,6 +117,8 @@ class ProgressDisplay:
     def refresh(self) -> None:
         """Draw the next frame, or print the line that is due."""
         with self._mutex:
+            if self._is_closed.is_set():  # whoever closed the display may have closed the stream since
+                return
             if self._write_line is None and self._is_live():
                 self._draw_bar()
             elif (task := self._task) is not None and (now_s := self._clock()) >= task.next_line_s:
@@ -126,8 +128,9 @@ class ProgressDisplay:
 
     def close(self) -> None:
         """Remove the bar and stop the thread."""
-        self._is_closed.set()
-        self.clear()
+        with self._mutex:
+            self._is_closed.set()
+            self.clear()
 
     def _draw_frames(self) -> None:
         while not self._is_closed.wait(FRAME_S):
