@@ -242,7 +242,9 @@ def test_newer_data_and_evaluations_are_not_contradictions(audited: Audited, tmp
     assert reasons["judged again"] == "experiments/evaluate has another evaluation now"
 
 
-def test_a_clone_without_files_states_what_it_cannot_verify(audited: Audited, tmp_path: Path) -> None:
+def test_a_clone_without_files_states_what_it_cannot_verify(
+    audited: Audited, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     layout, clone = audited.layout, tmp_path / "clone"
     names = [layout.params, layout.root / "dvc.yaml", layout.champion, layout.promotions, layout.keyring]
     for path in names:
@@ -252,8 +254,12 @@ def test_a_clone_without_files_states_what_it_cannot_verify(audited: Audited, tm
     assert report.is_consistent
     assert {"ledger", "champion file", "champion", "promote"} <= {f.name for f in report.list_facts("verified")}
     assert all(fact.proof for fact in report.list_facts("unverified"))
-    assert main(["--project", str(clone), "audit"]) == 0
+    assert main(["--project", str(clone), "audit"]) == 2
+    output, errors = capsys.readouterr()
+    assert "0 do not fit" in output
+    assert errors.startswith("ratchet audit: the audit is incomplete: ")
     shutil.copytree(audited.folder, clone / audited.folder.relative_to(layout.root))  # such as from a backup
+    assert main(["--project", str(clone), "audit"]) == 0
     report = audit(Project(clone))
     assert report.is_consistent
     found = {fact.name: (fact.status, fact.text) for fact in report.facts}

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import escape_comment, print_record
-from ratchet.errors import EXIT_GATE, SettingsError
+from ratchet.errors import EXIT_GATE, EXIT_INPUT, SettingsError
+from ratchet.redaction import write_stderr
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
     from ratchet.stages.audit import AuditFact, AuditReport
 
-HELP = "who trained, judged, approved, promoted and deployed a model, on which data; exit 3 if a proof does not fit"
+HELP = (
+    "who trained, judged, approved, promoted and deployed a model, on which data; exit 3 if a proof does not fit, 2 if "
+    "the model's files are not here"
+)
 
 TITLES = {
     "model": "Model", "data": "Data", "training": "Training", "judgement": "Judgement", "approvals": "Approvals",
@@ -49,7 +53,15 @@ def run(arguments: argparse.Namespace) -> int | None:
         raise SettingsError("--markdown: found --json as well; leave out one of them")
     report = audit(Project(arguments.project), arguments.version, arguments.release)
     print_record(report, format_markdown if arguments.markdown else format_audit, arguments)
-    return None if report.is_consistent else EXIT_GATE
+    if not report.is_consistent:
+        return EXIT_GATE
+    if not report.files:
+        write_stderr(
+            "ratchet audit: the audit is incomplete: the model's files are not on this machine; copy its folder below "
+            "mlruns/models/, or set machine.tracking_uri to its server\n"
+        )
+        return EXIT_INPUT
+    return None
 
 
 def format_audit(report: "AuditReport") -> str:
