@@ -12,9 +12,15 @@ from ratchet.config.train import Train
 from ratchet.models import adapters, chunked_loss, model_spec
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll
-from ratchet.models.memory import forecast, meta_model, trace
+from ratchet.models.memory import block_events, forecast, meta_model, trace
 from ratchet.models.memory.forecast import MemoryWorkload
-from ratchet.models.memory.trace import AllocationTrace, BatchShape, MallocSimulator, iterate_own_tensors
+from ratchet.models.memory.trace import (
+    AllocationEvent,
+    AllocationTrace,
+    BatchShape,
+    MallocSimulator,
+    iterate_own_tensors,
+)
 from ratchet.models.model_spec import ModelSpec
 from ratchet.models.preference_loss import Preference, PreferenceLoss
 from small_loop import random_rows
@@ -188,6 +194,35 @@ def test_repeated_events_of_the_head_are_those_of_all_its_chunks(
         assert [event.size_bytes for event in short.events] == [event.size_bytes for event in long.events]
         assert MallocSimulator(0).replay(short.events) == MallocSimulator(0).replay(long.events) > 0
         assert len({event.key for event in short.events}) == len({event.key for event in long.events})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "period"), [("llama", 1), ("gemma2", 2), ("mixtral", 1)])
+def test_repeated_events_of_five_periods_are_those_of_nine(family: str, period: int, checkpointing: bool) -> None:
+    def traced(periods: int) -> list[list[AllocationEvent]]:
+        spec = model_spec.from_config(families.FAMILIES[family](num_hidden_layers=periods * period))
+        (model,) = meta_model.build(spec, settings_for(family), torch.float32, "cpu", whole=True).models
+        step = trace.trace_micro_batch(model, STEP, is_accumulated=False, checkpointing=checkpointing)
+        return [step.events, trace.trace_evaluation(model, STEP).events]
+
+    for few, many in zip(traced(5), traced(9), strict=True):
+        repeated = block_events.repeat_periods(few, 0, period, 4)
+        assert repeated is not None
+        sizes = [[(event.segment, event.size_bytes, event.graph) for event in events] for events in (repeated, many)]
+        assert sizes[0] == sizes[1]
+        heaps = [MallocSimulator(2**20) for _ in range(2)]
+        for _ in range(2):
+            assert heaps[0].replay(repeated) == heaps[1].replay(many)
+        assert block_events.repeat_periods(few[:-1] + few[:1], 0, period, 4) is None, "a segment is entered twice"
+
+
+def test_events_of_unequal_blocks_are_not_repeated() -> None:
+    spec = model_spec.from_config(families.FAMILIES["llama"](num_hidden_layers=5))
+    (model,) = meta_model.build(
+        spec, Train(rank=4, rank_pattern={r"layers\.2\.mlp\.up_proj": 8}), torch.float32, "cpu", whole=True
+    ).models
+    step = trace.trace_micro_batch(model, STEP, is_accumulated=False, checkpointing=False)
+    assert block_events.repeat_periods(step.events, 0, 1, 4) is None
 
 
 def test_accumulated_gradients_are_counted_from_the_start() -> None:

@@ -140,7 +140,7 @@ class MemoryForecastBuilder:
             self.dtype = torch.bfloat16
         else:
             self.dtype = pick_dtype(self.settings.compute_dtype, torch.device(device))
-        self.meta_model = meta_model.build(self.spec, self.settings, self.dtype, device, self.work.new_tokens)
+        self.meta_model = self._build_model()
         self.granule_bytes = GRANULE_BYTES[device]
         self.teacher: OnlineTeacher | None = None
         self.teacher_sizes: BaseTensorSizes | None = None
@@ -162,6 +162,11 @@ class MemoryForecastBuilder:
         )
         is_sharded = is_base_sharded(self.machine, ranks)
         self.shard_sizes = compute_shard_sizes(self.meta_model, ranks, self.granule_bytes) if is_sharded else None
+
+    def _build_model(self, whole: bool = False) -> ExtrapolatedMetaModel:
+        return meta_model.build(
+            self.spec, self.settings, self.dtype, self.work.device, self.work.new_tokens, whole
+        )  # fmt: skip
 
     def _sum_over_trainable(self, size: Callable[[Tensor], int]) -> int:
         return self.meta_model.sum_over_blocks(
@@ -315,9 +320,13 @@ class MemoryForecastBuilder:
         gathered = {"gathered layers": GATHERED_LAYERS * self.shard_sizes.layer_bytes} if self.shard_sizes else {}
         if self.on_gpu:
             return step | gathered, step | gathered, evaluation | gathered
-        heaps = [MallocSimulator(weights.TRIM_EVERY_BYTES) for _ in models]
-        first_resident, steady_resident = (self.meta_model.resident_bytes(heaps, step_traces) for _ in range(2))
-        evaluation_resident = self.meta_model.resident_bytes(heaps, evaluation_traces) if evaluation_traces else 0
+        step_events, evaluation_events = map(self.meta_model.repeat_events, (step_traces, evaluation_traces))
+        if step_events is None or evaluation_events is None:
+            self.meta_model = self._build_model(whole=True)
+            return self._trace_phases()
+        heap = MallocSimulator(weights.TRIM_EVERY_BYTES)
+        first_resident, steady_resident = (heap.replay(step_events) for _ in range(2))
+        evaluation_resident = heap.replay(evaluation_events) if evaluation_traces else 0
         # Freed memory of gathered layers is trimmed only once per this number of bytes.
         untrimmed = min(weights.TRIM_EVERY_BYTES, 2 * self.shard_sizes.whole_bytes) if self.shard_sizes else 0
         results = []

@@ -1,8 +1,9 @@
 """Builds the trained model on the meta device, with 4-bit layers and adapters.
 
 If the decoder blocks repeat, two shorter models (PERIODS_OF_SHORT_AND_LONG) represent the model: each further period of
-blocks adds a fixed amount of memory at each point of the step. This is exact if all periods are equal, which is checked
-first: blocks are compared by their classes, shapes, settings and adapters. Other models are built whole.
+blocks adds a fixed amount of memory at each point of the step, and repeats the events of an inner period. This is exact
+if all periods are equal, which is checked first: blocks are compared by their classes, shapes, settings and adapters.
+Other models are built whole.
 """
 
 import warnings
@@ -19,16 +20,17 @@ from transformers.pytorch_utils import Conv1D
 from ratchet.config.train import Train
 from ratchet.models import adapters, targets
 from ratchet.models.device import Model
-from ratchet.models.memory import parameters
+from ratchet.models.memory import block_events, parameters
+from ratchet.models.memory.block_events import MIN_PERIODS
 from ratchet.models.memory.parameters import BLOCK_SIZE, NESTED_BLOCK_SIZE, BaseTensorSizes
-from ratchet.models.memory.trace import AllocationTrace, Device, MallocSimulator, MemoryPeak, Segment
+from ratchet.models.memory.trace import AllocationEvent, AllocationTrace, Device, MemoryPeak, Segment
 from ratchet.models.model_spec import ModelSpec, find_blocks, list_layers
 from ratchet.models.tiled_linear import TiledLinear4bit
 
-PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
+PERIODS_OF_SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (MIN_PERIODS - 1, MIN_PERIODS)}
 """Numbers of periods of the two models that represent a longer model. At least three periods are needed: the last block
 is computed only at trained positions (chunked_loss.py), so one period must be neither first nor last. On CPUs memory
-also depends on how the allocator fills gaps, which is regular only over many periods."""
+also depends on how the allocator fills gaps: the events of the long model are repeated, which needs MIN_PERIODS."""
 SCHEDULE_STEPS = 1000
 """Number of steps of AdaLoRA's schedule, which does not affect memory."""
 _INDEX_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
@@ -89,9 +91,15 @@ class ExtrapolatedMetaModel:
             best = max(best, parts, key=lambda candidate: sum(candidate.values()))
         return best
 
-    def resident_bytes(self, heaps: Sequence[MallocSimulator], traces: Sequence[AllocationTrace]) -> int:
-        """Return the highest resident memory of the real process while it runs these traces."""
-        return self.extrapolate(tuple(heap.replay(trace.events) for heap, trace in zip(heaps, traces, strict=True)))
+    def repeat_events(self, traces: Sequence[AllocationTrace]) -> list[AllocationEvent] | None:
+        """Return the events of the real model, given traces of `models`; None if they cannot be derived."""
+        if not self.periods or not traces:
+            return traces[0].events if traces else []
+        short, long, real = self.periods
+        short_count, long_count = (len(find_blocks(model)[1]) for model in self.models)
+        period = (long_count - short_count) // (long - short)
+        first = self.boundary_blocks[-1][0] - period
+        return block_events.repeat_periods(traces[-1].events, first, period, real - long)
 
 
 def _align_peaks(trace: AllocationTrace, model: Model, boundary: tuple[int, int]) -> dict[Segment, MemoryPeak]:
@@ -122,9 +130,9 @@ class _BlockRepetition:
 
 
 def build(
-    spec: ModelSpec, settings: Train, dtype: torch.dtype, device: Device, new_tokens: int = 0
+    spec: ModelSpec, settings: Train, dtype: torch.dtype, device: Device, new_tokens: int = 0, whole: bool = False
 ) -> ExtrapolatedMetaModel:  # fmt: skip
-    """Build the model that these settings train, or two models that represent it.
+    """Build the model that these settings train, or, unless `whole`, two models that represent it.
 
     Raises SettingsError if targets, ranks or patterns do not fit the model.
     """
@@ -140,7 +148,7 @@ def build(
 
     full = build_plain()
     base_sizes = parameters.measure_base_sizes(full, settings)
-    repetition = _find_repetition(full, settings)
+    repetition = None if whole else _find_repetition(full, settings)
     lengths, all_blocks = PERIODS_OF_SHORT_AND_LONG[device], ((len(find_blocks(full)[1]), 0),)
     if repetition is None or repetition.count <= lengths[1]:
         return ExtrapolatedMetaModel((quantize_and_adapt(full),), (), all_blocks, base_sizes)

@@ -83,6 +83,7 @@ class AllocationEvent:
     graph: Hashable = None
     """For a new block of a forward pass: the part of the autograd graph that the block belongs to. For a negative size
     without key: the part of the graph that is released."""
+    segment: Segment = ("forward", "before", 0)
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
         self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.peaks: dict[Segment, MemoryPeak] = {}
         self.events: list[AllocationEvent] = []
+        self._is_complete = False
         self._blocks: dict[int, _AllocatedBlock] = {}
         self._granule = GRANULE_BYTES[batch.device]
         self._excluded = {tensor.untyped_storage()._cdata for tensor in iterate_own_tensors(model)}
@@ -138,6 +140,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     def exclude(self, model: Model) -> None:
         """Exclude another model's own tensors too."""
         self._excluded |= {tensor.untyped_storage()._cdata for tensor in iterate_own_tensors(model)}
+
+    def complete(self) -> None:
+        """Record no further events: what is released from now on outlives the micro-batch."""
+        self._is_complete = True
 
     def total_bytes(self) -> int:
         """Return the bytes alive now."""
@@ -170,7 +176,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
     def enter_segment(self, segment: Segment) -> None:
         """Start a segment and record its peak from now on."""
         if self.segment[0] == "backward":
-            self.events.append(AllocationEvent(None, -1, self.segment[1:]))
+            self._record(None, -1, self.segment[1:])
         self.segment = segment
         self._update_peak(0)
 
@@ -195,7 +201,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
             part = "logits and loss"
         extra = workspace_bytes(func, args, kwargs or {}, self.batch.device)
         if extra:
-            self.events.append(AllocationEvent("work space", extra, self._current_graph()))
+            self._record("work space", extra, self._current_graph())
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -203,7 +209,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
                     self._add_block(storage, part)
         self._update_peak(extra, "dequantized weights" if is_dequantizing else "temporary")
         if extra:
-            self.events.append(AllocationEvent("work space", -1))
+            self._record("work space", -1)
         return result
 
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -224,12 +230,16 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[misc]  # torch gives i
         def remove(_: Any) -> None:
             block = self._blocks.pop(key)
             self.live[block.part] -= block.size_bytes
-            self.events.append(AllocationEvent(block.number, -1))
+            self._record(block.number, -1)
 
         block = _AllocatedBlock(len(self.events), weakref.ref(storage, remove), size, part)
         self._blocks[key] = block
         self.live[part] += size
-        self.events.append(AllocationEvent(block.number, size, self._current_graph()))
+        self._record(block.number, size, self._current_graph())
+
+    def _record(self, key: Hashable, size_bytes: int, graph: Hashable = None) -> None:
+        if not self._is_complete:
+            self.events.append(AllocationEvent(key, size_bytes, graph, self.segment))
 
     def _current_graph(self) -> Any:
         """Return the part of the graph that is being recorded, or None."""
@@ -526,6 +536,7 @@ def trace_micro_batch(
                 trace.records_graph = True
             _TracedLoss(trace, model, inputs, 1.0, teacher_targets, enter_phase).backward()
             del inputs, teacher_targets
+        trace.complete()
         for handle in handles:
             handle.remove()
         for parameter in trainable:
@@ -576,15 +587,15 @@ class MallocSimulator:
     def replay(self, events: Iterable[AllocationEvent]) -> int:
         """Apply the events and return the highest resident memory while they run."""
         self.peak_bytes = self.resident_bytes
-        live_keys: set[Hashable] = set()
+        live_keys: dict[Hashable, None] = {}  # in the order of allocation
         for event in events:
             if event.size_bytes > 0:
                 self._allocate(event)
-                live_keys.add(event.key)
+                live_keys[event.key] = None
             elif event.key is None:
                 self._free_graph(event.graph)
             elif event.key in live_keys:
-                live_keys.remove(event.key)
+                del live_keys[event.key]
                 self._release(event.key)
         for key in live_keys:  # memory that outlives a micro-batch is counted elsewhere
             self._release(key)

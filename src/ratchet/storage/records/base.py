@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ratchet.errors import DamagedFileError, DataError, first_line
 from ratchet.storage import digests, files
 
+STAGES_BY_FOLDER = {"data": "prepare"} | {name: name for name in ("base", "train", "export", "evaluate", "gate")}
+"""Stages of dvc.yaml by the folders of their output below experiments/."""
+
 
 class Record(BaseModel):
     """Base class of all records."""
@@ -35,8 +38,9 @@ class Record(BaseModel):
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
         except FileNotFoundError:
-            stage = {"data": "prepare"}.get(path.parent.name, path.parent.name)
-            raise DataError(f"{path}: not found; run the stage that writes it (`dvc repro {stage}`)") from None
+            stage = STAGES_BY_FOLDER.get(path.parent.name)
+            remedy = f"; run the stage that writes it (`dvc repro {stage}`)" if stage else ""
+            raise DataError(f"{path}: not found{remedy}") from None
         except (ValueError, ValidationError) as error:
             cause = " ".join(str(error).splitlines()[:3])
             raise DamagedFileError(f"{path}: not a {cls.__name__} ({cause}); create it again") from None
