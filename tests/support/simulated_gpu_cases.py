@@ -174,21 +174,22 @@ def examined() -> None:
 def profiled() -> None:
     """Every second step waits for the GPU at its spans, and the trace has the GPU's kernels."""
     traced: list[Any] = []
-    profile, sides, sizes = torch.profiler.profile, profiler.SQUARE_SIDE["cuda"], profiler.COPY_BYTES["cuda"]
+    profile, constants = torch.profiler.profile, (profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S)
 
     def profile_cpu(activities: Any, **options: Any) -> Any:
         traced.extend(activities)
         return profile(activities=activities[:1], **options)
 
     torch.profiler.profile = profile_cpu  # type: ignore[assignment,misc]
-    profiler.SQUARE_SIDE["cuda"], profiler.COPY_BYTES["cuda"] = 64, 2**16
+    profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S = {"cuda": 64}, {"cuda": 2**16}, 1e-5
     try:
-        context = loop_of(Path(tempfile.mkdtemp()), SMALL, device=GPU).context
+        config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
+        context = loop_of(Path(tempfile.mkdtemp()), SMALL, device=GPU, config=config).context
         environment = {"device": "cuda NVIDIA L4", "compute_dtype": "bfloat16"}
-        profiler.profile_training(replace(context, environment=environment), 8)
+        profiler.profile_training(replace(context, environment=environment), 6)
     finally:
         torch.profiler.profile = profile  # type: ignore[misc]
-        profiler.SQUARE_SIDE["cuda"], profiler.COPY_BYTES["cuda"] = sides, sizes
+        profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S = constants
     found = TrainingProfile.load(context.paths.result / profiler.PROFILE)
     assert ProfilerActivity.CUDA in traced
     assert found.synchronised_step_s is not None
