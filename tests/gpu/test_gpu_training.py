@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import group_cases
 import rank_projects
 import small_loop
 import tiny_project
@@ -162,6 +163,29 @@ def test_paged_states_are_paged_after_a_resume(device: torch.device, only_gpu: N
     assert state["state1"].is_paged and state["state2"].is_paged
     restored = optimizer.flatten_state(again)[0]
     assert all(torch.equal(restored[name].cpu(), tensor) for name, tensor in saved.items())
+
+
+def test_runs_of_a_group_learn_what_each_learns_alone(
+    project: ProjectLayout, tmp_path: Path, device: torch.device, record: Any
+) -> None:
+    """They share passes of one base, so only rounding differs."""
+    chosen = group_cases.trains(rank=[4, 16], learning_rate=[0.01, 0.003], dropout=[0.1, 0.0], epochs=[0.5, 0.5])
+    machine = tiny_project.MACHINE.model_copy(update={"device": device.type})
+
+    def train(name: str, settings: list[Train]) -> list[list[float]]:
+        layout = copy(project, tmp_path / name, tiny_project.SETTINGS)
+        with group_cases.members(layout, settings, [machine] * len(settings)) as runs:
+            assert set(group_cases.train_in_threads(runs, tmp_path / f"{name}.json")) == {0}
+            return [group_cases.validation_losses(run.paths) for run in runs]
+
+    try:
+        together = train("together", chosen)
+        alone = [train(f"alone {number}", [one])[0] for number, one in enumerate(chosen)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    pairs = [pair for run in zip(together, alone, strict=True) for pair in zip(*run, strict=True)]
+    record(largest_difference=max(abs(found - expected) for found, expected in pairs))
+    assert [found for found, _ in pairs] == pytest.approx([expected for _, expected in pairs], rel=1e-2)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["DDP", "sharded base"])

@@ -60,7 +60,13 @@ class Node:
         self.tensor = torch.ones(4)
 
 
-def test_releasing_gives_back_what_only_refers_to_itself() -> None:
+def test_releasing_gives_back_what_only_refers_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = weakref.ref(Node())
     oom.release_memory()
     assert kept() is None
+    is_kept: list[bool] = []
+    kept = weakref.ref(Node())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: is_kept.append(kept() is not None))
+    oom.release_memory()
+    assert is_kept == [False], "a GPU gives back only what is free"

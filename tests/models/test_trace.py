@@ -18,6 +18,7 @@ from ratchet.models.memory.trace import (
     AllocationEvent,
     AllocationTrace,
     BatchShape,
+    Device,
     MallocSimulator,
     iterate_own_tensors,
 )
@@ -238,6 +239,19 @@ def test_fused_attention_of_gpus_keeps_no_scores_and_a_mask_repeats_the_keys() -
     fused, eager = (on_meta("qwen3", torch.bfloat16, attention=attention) for attention in ("sdpa", "eager"))
     rows, packs = (kept_without_data(fused, BatchShape(1, 512, 1, packed, "cuda")) for packed in (False, True))
     assert rows < packs < kept_without_data(eager, BatchShape(1, 512, 1, False, "cuda"))
+
+
+@pytest.mark.parametrize(("device", "kept_bytes"), [("cpu", 4), ("cuda", 1)])
+def test_dropout_keeps_its_noise_on_a_cpu_and_a_mask_on_a_gpu(device: Device, kept_bytes: int) -> None:
+    kept: list[torch.Tensor] = []
+    x = torch.empty(8, 16, device="meta", requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept)
+    with trace.DeviceKernels(device), hooks:
+        torch.nn.functional.dropout(x, 0.5)
+        assert sum(tensor.nbytes for tensor in kept) == kept_bytes * x.numel()
+        kept.clear()
+        torch.nn.functional.dropout(x, 0.5, training=False)
+    assert not kept
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])

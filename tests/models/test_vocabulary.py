@@ -164,3 +164,20 @@ def test_a_head_in_four_bits_cannot_grow(directory: Path) -> None:
     for size, pieces in ((98, None), (96, {90: [1]})):
         with pytest.raises(BaseModelError, match="stored in 4 bits"):
             vocabulary.grow_embeddings(model, size, pieces)
+
+
+def test_growing_leaves_the_random_numbers_of_the_models_gpu_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers draws values for new rows on the model's device."""
+    model, gpu, states = model_with(50), torch.device("cuda", 1), {"now": "before"}
+    resize = model.resize_token_embeddings
+
+    def draw(*arguments: Any, **options: Any) -> Any:
+        states["now"] = "after"
+        return resize(*arguments, **options)
+
+    monkeypatch.setattr(model, "resize_token_embeddings", draw)
+    monkeypatch.setattr(PreTrainedModel, "device", gpu)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: (device, states["now"]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update(now=state[1], device=device))
+    assert vocabulary.grow_embeddings(model, 53) == [50, 51, 52]
+    assert states == {"now": "before", "device": gpu}

@@ -38,6 +38,31 @@ class _Memory:
 memory = _Memory()
 
 
+class _Queue:
+    """Copies to the host that the GPU has not made yet, and the current GPU of the calling thread."""
+
+    def __init__(self) -> None:
+        self.current, self.waits = 0, 0
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, target: Tensor, values: Tensor) -> None:
+        """Copy without waiting. Until then, the target has other numbers."""
+        target.fill_(77)
+        self._copies.append((target, values.clone()))
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for a GPU; without a device, for the current one."""
+        self.waits += 1
+        index = None if device is None else torch.device(device).index
+        if (self.current if index is None else index) == CUDA.index:
+            for target, values in self._copies:
+                target.copy_(values)
+            self._copies.clear()
+
+
+queue = _Queue()
+
+
 class SimulatedTensor(Tensor):
     """A tensor on the simulated GPU; `inner` has its values, on the CPU."""
 
@@ -82,6 +107,9 @@ class SimulatedTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         return _compute(function, arguments, options or {})
@@ -104,6 +132,9 @@ def _compute(function: Any, arguments: Any, options: Any) -> Any:
         is_floating = simulated[0].is_floating_point() and options.get("dtype") is None
         if function in ALWAYS or (function in FLOATING and is_floating):
             raise RuntimeError(f"{function} does not have a deterministic implementation")
+    if function is ATEN.copy_.default and arguments[2:] == (True,) and not isinstance(arguments[0], SimulatedTensor):
+        queue.copy(arguments[0], simulated[0].inner)
+        return arguments[0]
     inner = tree_map_only(SimulatedTensor, lambda t: t.inner, (arguments, options))
     if target is not None:
         inner[1]["device"] = torch.device("cpu")
@@ -167,8 +198,9 @@ class _Event:
 MEMORY_BYTES = 2**34
 FUNCTIONS: dict[str, Any] = {
     "Event": _Event,
-    "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda _: None,
-    "synchronize": lambda _=None: None, "empty_cache": lambda: None, "reset_peak_memory_stats": lambda _=None: None,
+    "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: queue.current,
+    "synchronize": queue.synchronize, "set_device": lambda _: None,
+    "empty_cache": lambda: None, "reset_peak_memory_stats": lambda _=None: None,
     "mem_get_info": lambda _=None: (MEMORY_BYTES // 2, MEMORY_BYTES), "memory_reserved": lambda _=None: 2**20,
     "max_memory_reserved": lambda _=None: 2**21, "max_memory_allocated": lambda _=None: 2**20,
     "get_device_name": lambda _=None: "NVIDIA L4", "get_device_capability": lambda _=None: (8, 9),

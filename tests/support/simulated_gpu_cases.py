@@ -3,6 +3,7 @@ JSON: empty, or the end of the traceback."""
 
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -17,6 +18,7 @@ import simulated_gpu  # first, because libraries look for CUDA while they are im
 import torch
 import transformers
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 import decoding_cases
 import families
@@ -29,7 +31,9 @@ from ratchet.models.decoding.decoder import DecodingOptions
 from ratchet.models.memory import capacity
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
-from ratchet.training import distributed, profiler
+from ratchet.stages import hardware_probe
+from ratchet.storage.records.training import TrainingProfile
+from ratchet.training import distributed, optimizer, profiler
 from ratchet.training.distillation import OnlineTeacherReader
 from ratchet.training.gpu_temperature import GpuThermometer
 from ratchet.training.step_timer import StepTimer
@@ -56,8 +60,33 @@ def trained_like_a_cpu(config: object = None, **changes: Any) -> Callable[[], No
         expected, found = (losses(RunPaths(root)) for root in roots)
         assert len(found) > 4
         assert all(abs(a - b) < 1e-3 for a, b in zip(expected, found, strict=True)), (expected, found)
+        check_peaks(RunPaths(roots[1]))
 
     return case
+
+
+def check_peaks(run: RunPaths) -> None:
+    """Check that the peaks are the allocator's, plus what belongs to no tensor: half of the memory less 1 MiB."""
+    peaks = [e.data for e in JournalReader(run.journal).read() if e.kind == "memory_peak"]
+    figures = {(peak["device"], peak["device_bytes"], peak["peak_bytes"], peak["allocated_bytes"]) for peak in peaks}
+    size = simulated_gpu.MEMORY_BYTES
+    assert figures == {("cuda", size, 2**21 + size // 2 - 2**20, 2**20)}, figures
+
+
+def snapshot() -> None:
+    """Another thread may take a snapshot. Its current GPU is the first, not that of the rank."""
+    loop = loop_of(Path(tempfile.mkdtemp()), SMALL, device=GPU)
+    loop.executor.step()
+    simulated_gpu.queue.current = 1
+    try:
+        taken, _ = loop.executor.snapshot()
+    finally:
+        simulated_gpu.queue.current = 0
+        loop.checkpointer.close()
+    found = taken.weights | taken.optimizer_tensors
+    expected = trained_by(loop) | optimizer.flatten_state(loop.executor.optimizer)[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in expected.items())
 
 
 def resumed() -> None:
@@ -76,9 +105,6 @@ def resumed() -> None:
     assert losses(part) == losses(whole.context.paths)
     expected = trained_by(whole)
     assert all(torch.equal(tensor.cpu(), expected[name].cpu()) for name, tensor in trained_by(loop).items())
-    peaks = [e.data for e in JournalReader(part.journal).read() if e.kind == "memory_peak"]
-    assert {peak["device"] for peak in peaks} == {"cuda"}
-    assert {peak["device_bytes"] for peak in peaks} == {simulated_gpu.MEMORY_BYTES}
 
 
 def out_of_memory() -> None:
@@ -145,6 +171,43 @@ def examined() -> None:
     assert profiler.measure_seconds(lambda: torch.ones(2, device=GPU).sum(), GPU) > 0
 
 
+def profiled() -> None:
+    """Every second step waits for the GPU at its spans, and the trace has the GPU's kernels."""
+    traced: list[Any] = []
+    profile, constants = torch.profiler.profile, (profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S)
+
+    def profile_cpu(activities: Any, **options: Any) -> Any:
+        traced.extend(activities)
+        return profile(activities=activities[:1], **options)
+
+    torch.profiler.profile = profile_cpu  # type: ignore[assignment,misc]
+    profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S = {"cuda": 64}, {"cuda": 2**16}, 1e-5
+    try:
+        config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
+        context = loop_of(Path(tempfile.mkdtemp()), SMALL, device=GPU, config=config).context
+        environment = {"device": "cuda NVIDIA L4", "compute_dtype": "bfloat16"}
+        profiler.profile_training(replace(context, environment=environment), 6)
+    finally:
+        torch.profiler.profile = profile  # type: ignore[misc]
+        profiler.SQUARE_SIDE, profiler.COPY_BYTES, profiler.BLOCK_S = constants
+    found = TrainingProfile.load(context.paths.result / profiler.PROFILE)
+    assert ProfilerActivity.CUDA in traced
+    assert found.synchronised_step_s is not None
+    assert found.limits.datasheet_flops_per_s == 121e12
+    assert all(operator.self_s == 0 for operator in found.operators), "the time of a GPU, and it has computed nothing"
+
+
+def probed() -> None:
+    """A GPU without bfloat16 is not measured in it, because torch would emulate it."""
+    supported = torch.cuda.is_bf16_supported
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
+    try:
+        products = next(hardware_probe.probe_gpu(GPU, 64, {}))[1]
+    finally:
+        torch.cuda.is_bf16_supported = supported
+    assert re.fullmatch(r"float32 \S+ TFLOP/s, float16 \S+ TFLOP/s; `auto` is float16", products), products
+
+
 def streams_of_random_numbers() -> None:
     torch_generator = torch.Generator
     torch.Generator = lambda _: torch_generator()  # type: ignore[assignment,misc]
@@ -177,6 +240,9 @@ SHORT_CASES: dict[str, Callable[[], None]] = {
     "inputs explained": inputs_explained,
     "decoded": decoded,
     "scored": scored,
+    "snapshot": snapshot,
+    "profiled": profiled,
+    "probed": probed,
     "streams of random numbers": streams_of_random_numbers,
 }
 LONG_CASES: dict[str, Callable[[], None]] = {

@@ -15,6 +15,7 @@ import group_cases
 import tiny_project
 from group_cases import RunInGroup, group, members, trains, until
 from ratchet.config.train import Train
+from ratchet.errors import EXIT_BUG
 from ratchet.models.loss import SequenceBatch
 from ratchet.models.merged_pass import MergedModel, MergedPasses
 from ratchet.runs.directory import RunPaths
@@ -143,6 +144,26 @@ def test_after_an_error_of_a_merged_pass_each_run_computes_its_own(
             text = "not in those of the other runs: injected"
             assert (text in str(group_cases.events_text(runs[0].paths))) == (name == "two")
     assert losses[0] == losses[1]
+
+
+@pytest.mark.usefixtures("torch_settings")
+def test_a_lost_gpu_ends_the_process_of_a_group(
+    copy: Callable[[str], ProjectLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run can compute alone either. Each reports the GPU, and their supervisors start another process."""
+
+    def fail(*_: object) -> list[float]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    ended: list[int] = []
+    monkeypatch.setattr(MergedPasses, "forward_backward", fail)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with members(copy("two"), THREE[:2]) as runs:
+        assert group_cases.train_in_threads(runs, tmp_path / "record.json") == [EXIT_BUG] * 2 == ended
+        for run in runs:
+            (error,) = (e.data for e in JournalReader(run.paths.journal).read() if e.kind == "worker_error")
+            assert error["failure_class"] == "hardware"
+            assert "computed separately" not in str(group_cases.events_text(run.paths))
 
 
 @pytest.mark.long

@@ -86,6 +86,16 @@ def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: M
     assert "starting with 8 rows" in list(JournalReader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
 
+def test_on_a_gpu_a_run_begins_with_all_rows(tmp_path: Path, llama: ModelSpec, room: Room) -> None:
+    """An allocation that does not fit fails there, and then micro-batches are made smaller."""
+    work = replace(WORK, device="cuda")
+    whole = forecast.forecast(llama, TRAIN, MACHINE, work).peak.total_bytes
+    room(whole - 1)
+    assert begun_with(tmp_path, llama, work=work) == InitialMemoryPlan()
+    (notice,) = notices(tmp_path)
+    assert notice.endswith("micro-batches shrink when they do not fit")
+
+
 def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: ModelSpec, room: Room) -> None:
     whole = forecast.forecast(llama, TRAIN, MACHINE, WORK).peak.total_bytes
     single = forecast.forecast(llama, TRAIN, MACHINE, WORK.single_row()).peak.total_bytes

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 from torch.nn import functional
 
 import tiny_project
@@ -158,6 +161,26 @@ def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positio
     assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: width 32, vocabulary 64
     assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down in the opposite pass
     assert sum(found.values()) == 2 * (1 + 2 * 7)
+
+
+def test_the_time_of_a_kernel_counts_once_as_that_of_its_operator() -> None:
+    """On a GPU, torch lists kernels beside the operators that start them, and spans on both devices."""
+    options: dict[str, Any] = {"thread": 1, "use_device": "cuda"}
+    product = FunctionEvent(1, "aten::mm", start_us=0, end_us=5, **options)
+    product.append_kernel("sgemm", 0, 30)
+    addition = FunctionEvent(2, "aten::add", start_us=5, end_us=9, **options)
+    addition.append_kernel("elementwise", 0, 10)
+    span = FunctionEvent(3, "forward", start_us=0, end_us=9, is_user_annotation=True, **options)
+    kernels = [
+        FunctionEvent(4, "sgemm", start_us=20, end_us=50, device_type=DeviceType.CUDA, **options),
+        FunctionEvent(5, "elementwise", start_us=50, end_us=60, device_type=DeviceType.CUDA, **options),
+    ]
+    averages = [FunctionEventAvg().add(event) for event in (product, addition, span, *kernels)]
+    found = profiler.list_operators(averages, 2, is_gpu=True)
+    assert [(one.name, one.calls, one.self_s, one.share) for one in found] == [
+        ("aten::mm", 0.5, pytest.approx(15e-6), pytest.approx(0.75)),
+        ("aten::add", 0.5, pytest.approx(5e-6), pytest.approx(0.25)),
+    ]
 
 
 def test_too_few_planned_steps_are_refused_with_what_to_change(tmp_path: Path) -> None:

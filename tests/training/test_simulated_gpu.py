@@ -12,12 +12,16 @@ import pytest
 import torch
 
 import simulated_gpu_cases
+from ratchet.config.settings import Settings
 from ratchet.errors import EXIT_BUG, SettingsError
+from ratchet.evaluation import comparability
 from ratchet.models import device, loading
 from ratchet.runs.journal import Journal, JournalReader
+from ratchet.stages import hardware_probe
 from ratchet.training import exit_codes, optimizer
 from simulated_gpu_cases import FOUR_BITS, LONG_CASES, SHORT_CASES
 
+GPU = torch.device("cuda", 1)
 SCRIPT = Path(simulated_gpu_cases.__file__)
 
 
@@ -117,6 +121,43 @@ def test_a_gpu_that_cannot_be_used_is_explained(
     with pytest.raises(SettingsError, match=rf"machine.device: {setting}") as caught:
         device.pick_device(setting)  # type: ignore[arg-type]
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("is_supported", [False, True])
+def test_bfloat16_is_used_and_allowed_only_where_the_gpu_has_it(
+    is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or is_supported
+
+    names = {GPU.index: "Tesla T4"}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {GPU: (7, 5)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda chosen: names[chosen.index])
+    assert device.pick_dtype("auto", GPU) == (torch.bfloat16 if is_supported else torch.float16)
+    described = comparability.describe_numerics("adapter", Settings(), GPU, 4)
+    assert (described["device"], described["dtype"]) == ("Tesla T4", "bfloat16" if is_supported else "float16")
+    for setting in ("auto", "float16"):
+        device.require_dtype(setting, GPU)
+    device.require_dtype("bfloat16", torch.device("cpu"))
+    if is_supported:
+        device.require_dtype("bfloat16", GPU)
+        return
+    with pytest.raises(SettingsError, match=r"bfloat16 is not supported by Tesla T4 \(compute capability 7.5; "):
+        device.require_dtype("bfloat16", GPU)
+
+
+@pytest.mark.parametrize("error", [ENDS[0][0], ENDS[5][0]], ids=["lost", "memory"])
+def test_a_probe_of_a_broken_gpu_fails(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is missing is another RuntimeError, and is left out."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+    monkeypatch.setattr(hardware_probe.profiler, "measure_product_flops_per_s", lambda *_: 1e12)
+    with pytest.raises(type(error)):
+        dict(hardware_probe.probe_gpu(torch.device("cpu"), 64, {}))
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

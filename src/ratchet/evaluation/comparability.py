@@ -43,7 +43,7 @@ def describe_numerics(
         "model_format": model_format,
         "weights": settings.train.base_weight_format if is_adapter else settings.export.dtype,
         "dtype": str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": loading.get_gpu_name(device) or "cpu",
         "threads": torch.get_num_threads(),
         "batch_rows": batch_rows,
         "versions": {name: version(name) for name in libraries},

@@ -22,7 +22,7 @@ from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.safety_suite import SafetySuite, list_texts
 from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
-from ratchet.models.device import Model
+from ratchet.models.device import Model, get_gpu_name
 from ratchet.models.memory import capacity
 from ratchet.models.scoring import RowLikelihood
 from ratchet.storage import digests
@@ -422,12 +422,9 @@ def measure_cost(
         capacity.reset_peak()
     seconds, tokens = [], 0
     for number, prompt in enumerate([prompts[0], *prompts]):
-        if is_cuda:
-            torch.cuda.synchronize(model.device)
         start_s = time.perf_counter()
+        # The tokens are a list, so a GPU has computed them.
         answer = scoring.generate(model, [prompt], end_tokens, max_new_tokens, pad_token_id)[0]
-        if is_cuda:
-            torch.cuda.synchronize(model.device)
         if number:
             seconds.append(time.perf_counter() - start_s)
             tokens += len(answer)
@@ -438,5 +435,5 @@ def measure_cost(
         latency_p95_s=sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
         tokens_per_s=tokens / sum(seconds),
         memory_bytes=torch.cuda.max_memory_allocated(model.device) if is_cuda else capacity.peak_resident_bytes(),
-        device=torch.cuda.get_device_name(model.device) if is_cuda else "cpu",
+        device=get_gpu_name(model.device) or "cpu",
     )

@@ -47,6 +47,7 @@ _DEVICE_LOST_TEXTS = (
     "CUDA error:",  # also of cuBLAS and cuSOLVER, whose errors torch 2.13 does not raise as AcceleratorError
     "CUDA driver error:",
     "cuDNN error:",
+    "unhandled cuda error",  # of NCCL (ncclGetErrorString)
 )
 
 
@@ -101,6 +102,11 @@ def explain_missing_gpu() -> str:
     return "the driver lists none"
 
 
+def get_gpu_name(device: torch.device) -> str:
+    """Return the name of a GPU; empty for a CPU."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
+
+
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
     """Return the dtype of matrix products.
 
@@ -147,6 +153,11 @@ def is_device_lost(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _DEVICE_LOST_TEXTS)
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Return whether an error is that of this process's own device: its memory ran out, or it computes no more."""
+    return is_out_of_memory(error) or is_device_lost(error)
+
+
 # Description of the device, and a test of 4-bit quantization, which runs the kernels instead of checking a version.
 
 
@@ -179,7 +190,7 @@ def find_four_bit_fault(device: torch.device, widths: Iterable[int], kind: str) 
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             relative_error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
         except Exception as error:  # kernels for other devices raise arbitrary errors
-            if is_out_of_memory(error) or is_device_lost(error):
+            if is_device_error(error):
                 raise
             return f"bitsandbytes cannot quantize to 4 bits on this {device.type} ({first_line(error)})"
         if not relative_error <= MAX_ROUNDING_ERROR[kind]:

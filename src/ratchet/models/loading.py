@@ -16,14 +16,14 @@ from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError, first_line
 from ratchet.models import base_model, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
-from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
+from ratchet.models.device import Model, get_gpu_name, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
 from ratchet.models.tiled_linear import TiledLinear4bit
 from ratchet.storage.progress import report_step
 from ratchet.storage.records.base import BaseCard
 
 __all__ = [
-    "Model", "load", "load_plain", "pick_device", "pick_dtype", "require_dtype", "use_threads",
+    "Model", "get_gpu_name", "load", "load_plain", "pick_device", "pick_dtype", "require_dtype", "use_threads",
 ]  # fmt: skip
 
 disable_progress_bar()
@@ -121,7 +121,7 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
         with torch.inference_mode():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
+        if device_probe.is_device_error(error):
             raise
         raise SettingsError(
             f"train.quantization: {settings.quantization}: {name} does not compute with layers in 4 bits "
@@ -151,7 +151,7 @@ def _read_weights(
                 attn_implementation=config._attn_implementation,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if device_probe.is_out_of_memory(error) or device_probe.is_device_lost(error):
+        if device_probe.is_device_error(error):
             raise
         raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     weights.trim_heap()

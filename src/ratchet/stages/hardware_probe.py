@@ -88,7 +88,7 @@ def _list_attention_kernels(device: torch.device, dtype: torch.dtype) -> str:
                 with sdpa_kernel([getattr(SDPBackend, member)]):
                     functional.scaled_dot_product_attention(query, query, query, **options).sum().backward()
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                if device_probe.is_device_error(error):
                     raise
                 continue
             works.append(label)

@@ -174,8 +174,9 @@ def take_snapshot(state: TrainState, model: Model, optimizer: optimizers.Optimiz
     weights = {name: _copy_to_host(parameter.detach()) for name, parameter in adapters.trainable_parameters(model)}
     copied_tensors = {name: _copy_to_host(tensor) for name, tensor in optimizer_tensors.items()}
     adapter_tensors = {name: _copy_to_host(tensor) for name, tensor in adapters.extra_tensors(model).items()}
-    if any(tensor.is_cuda for tensor in optimizer_tensors.values()) or model.device.type == "cuda":
-        torch.cuda.synchronize()  # the copies are asynchronous
+    if model.device.type == "cuda":
+        # The copies are asynchronous. The device is named, because another thread's current GPU is the first one.
+        torch.cuda.synchronize(model.device)
     return TrainSnapshot(state, weights, copied_tensors, optimizer_values, adapter_tensors)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ratchet.errors import PeersLostError, SettingsError
+from ratchet.models import device as device_probe
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.runs.journal import Journal, RunDecisions
 from ratchet.runs.rendezvous import REQUIREMENT, describe_difference
@@ -37,6 +38,9 @@ POLL_S = 0.0005
 HEARTBEAT_S = 0.25
 NEVER = timedelta(days=7)
 """Timeout that torch's own operations get, so long that it never applies: `RankGroup.wait` has a timeout of its own."""
+NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""By default, a thread of torch's (ProcessGroupNCCL.cpp, watchdog) aborts the process within 0.1 s after an error of
+NCCL or the GPU. With these values, the training thread has the time to report the error, which `Work.wait` raises."""
 BLOCK_BYTES = 2**26
 """Maximum number of bytes of a checkpoint that are broadcast at once."""
 REPORT_EVERY_S = 5.0
@@ -65,6 +69,23 @@ class RankEnvironment:
     def is_writer(self) -> bool:
         """Whether this rank writes the run directory of its machine; one rank per machine does."""
         return self.local_rank == 0
+
+
+def select_device(setting: Literal["auto", "cpu", "cuda"], environment: RankEnvironment) -> torch.device:
+    """Return the device of a rank, and make it torch's current GPU. Raises SettingsError as `pick_device`, and if this
+    machine has fewer GPUs than ranks."""
+    device = device_probe.pick_device(setting)
+    if device.type != "cuda" or environment.world_size == 1:
+        return device
+    count = torch.cuda.device_count()
+    if environment.local_world_size > count:
+        raise SettingsError(
+            f"machine.gpus: found {environment.local_world_size}, but this machine has {count} usable GPUs "
+            "(CUDA_VISIBLE_DEVICES limits them): set at most that, or auto"
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 class RankGroup:
@@ -96,6 +117,7 @@ class RankGroup:
             ) from None
         self.group = dist.group.WORLD
         if device.type == "cuda":
+            os.environ |= NCCL_VARIABLES
             self.group = dist.new_group(backend="nccl", timeout=NEVER)
 
     @property
@@ -182,7 +204,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if device_probe.is_device_error(error):
                 raise
             raise self._lost_peer(error) from None
 
@@ -193,7 +215,7 @@ class RankGroup:
 
     def wait(self, work: Any, timeout_s: float | None = None) -> None:
         """Wait until a collective operation is done, and send heartbeats. Raises PeersLostError if another rank has
-        ended, or does not join the operation in time."""
+        ended, or does not join the operation in time; errors of this rank's own GPU are raised as they are."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         started_s = beaten_s = time.monotonic()
         try:
@@ -210,6 +232,8 @@ class RankGroup:
                     )
             work.wait()
         except RuntimeError as error:
+            if device_probe.is_device_error(error):
+                raise
             raise self._lost_peer(error) from None
 
     def _lost_peer(self, error: Exception) -> PeersLostError:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ratchet.config.fields import parse_interval
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.models import adapters
-from ratchet.models.device import Model, pick_dtype
+from ratchet.models.device import Model, get_gpu_name, pick_dtype
 from ratchet.models.memory import capacity, parameters
 from ratchet.runs.directory import RESULT, storage_errors
 from ratchet.storage import files
@@ -359,7 +360,7 @@ class _TrainingProfiler:
         self.context.heartbeat.beat("save")
         profiler.export_chrome_trace(str(self.trace_path))
         self.context.heartbeat.beat("step")
-        return _list_operators(profiler.key_averages(), steps, is_gpu)
+        return list_operators(profiler.key_averages(), steps, is_gpu)
 
     def _measure_periodic_costs(self) -> tuple[dict[PartName, float], float]:
         """Return the seconds of a validation and of a snapshot, and the seconds of a save."""
@@ -384,7 +385,7 @@ class _TrainingProfiler:
     ) -> RooflineLimits:
         context, timings = self.context, typical.timings
         dtype = pick_dtype(context.settings.compute_dtype, context.device)
-        name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+        name = get_gpu_name(context.device)
         states = sum(tensor.nbytes for tensor in optimizer.flatten_state(self.executor.optimizer)[0].values())
         passes = 3 if adapters.uses_activation_checkpointing(context.model) else 2
         rows, trained = (count // timings.micro_batches for count in (timings.padded_tokens, typical.trained_tokens))
@@ -444,13 +445,22 @@ def _build_parts(
     )
 
 
-def _list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTime, ...]:
-    """Return the operators that took the most time. Spans, which `record_function` adds to the trace, are left out."""
+def list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTime, ...]:
+    """Return the operators that took the most time: on a GPU, the time of their kernels.
+
+    Spans, which `record_function` adds to the trace, are left out, and so are the kernels' own entries, whose time is
+    also that of the operators that start them (torch/autograd/profiler_util.py).
+
+    Args:
+        averages: `key_averages` of torch's profiler.
+        steps: number of profiled steps.
+    """
 
     def self_s(event: Any) -> float:
         return float(event.self_device_time_total if is_gpu else event.self_cpu_time_total) * 1e-6
 
-    events = [event for event in averages if event.key not in PARTS and not event.is_user_annotation]
+    operators = (event for event in averages if event.device_type == DeviceType.CPU)
+    events = [event for event in operators if event.key not in PARTS and not event.is_user_annotation]
     total = sum(map(self_s, events)) or 1.0
     return tuple(
         OperatorTime(

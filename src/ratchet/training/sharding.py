@@ -11,7 +11,6 @@ of its bytes, 1/32 with double quantisation).
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
     """
     name, layers = _find_layers(model)
     mesh = DeviceMesh.from_group(ranks.group, device.type)
-    all_gather = _LayerAllGather(ranks, device)
+    all_gather = _GlooAllGather(ranks)
     for layer in layers:
         layer.to(device)
         for module in layer.modules():
@@ -50,16 +49,14 @@ def shard_base(model: Model, ranks: RankGroup, device: torch.device) -> None:
                 module.__class__ = _ShardedLinear4bit
         unsharded = set(layer.parameters()) - set(rank_memory.iterate_shardable_matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded)
-        layer.set_custom_all_gather(all_gather)
+        if device.type == "cpu":
+            layer.set_custom_all_gather(all_gather)
         weights.trim_heap()  # otherwise the C library keeps the memory of the unsharded layer
     _move_outer_modules(model, layers, device)
     # The module that runs the layers has no shards of its own. As FSDP's root, this module gathers the next layers in
     # advance, in one stream.
     body = model.get_submodule(name.rpartition(".")[0])
     fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
-    if device.type == "cuda":
-        for earlier, later in pairwise(layers):
-            later.set_modules_to_backward_prefetch([earlier])
 
 
 def _find_layers(model: Model) -> tuple[str, list[Any]]:
@@ -100,12 +97,12 @@ class _ShardedLinear4bit(TiledLinear4bit):
         return self.quant_state
 
 
-class _LayerAllGather:
-    """Gathers a layer. Over gloo (on a CPU), a rank sends heartbeats while it waits, so that only a stopped rank is
-    silent."""
+class _GlooAllGather:
+    """Gathers a layer over gloo. A rank sends heartbeats while it waits, so that only a stopped rank is silent. A GPU
+    needs none of it: FSDP only starts the operation, and the GPU's stream waits for its end."""
 
-    def __init__(self, ranks: RankGroup, device: torch.device) -> None:
-        self._ranks, self._waits = ranks, device.type == "cpu"
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
         self._gathered_bytes = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -114,16 +111,12 @@ class _LayerAllGather:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather a layer. On a GPU, this only starts the operation, and the GPU's stream waits for its end."""
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self._waits or async_op)
-        if not self._waits:
-            return work
-        self._ranks.wait(work)
+    ) -> None:
+        """Gather a layer."""
+        self._ranks.wait(dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True))
         # glibc does not reuse a freed block for a request of the same size (models/memory/trace.py), so it would keep
         # the memory of every layer that was ever gathered. A layer counts twice, because it was in memory twice.
         self._gathered_bytes += 2 * output_tensor.nbytes
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:
             self._gathered_bytes = 0
             weights.trim_heap()
-        return None

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ratchet.config.machine import Machine
 from ratchet.config.train import Train
 from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, TokenRows
@@ -176,7 +175,7 @@ def _compute_flops(context: TrainingContext) -> dict[str, float | None]:
     rows = context.train_rows
     sample = range(len(rows))[:: max(1, len(rows) // SAMPLE_ROWS)]
     trained_share = rows.count_trained(sample) / rows.count_tokens(sample)
-    name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
+    name = loading.get_gpu_name(context.device)
     dtype = loading.pick_dtype(context.settings.compute_dtype, context.device)
     peak = sum(rate for (rate,) in context.ranks.gather([step_timer.datasheet_flops_per_s(name, dtype) or math.nan]))
     per_token = None if context.is_base_sharded else step_timer.flops_per_token(context.model, trained_share)
@@ -191,7 +190,7 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     spec, launch, journal, heartbeat = attempt.spec, attempt.launch, attempt.journal, attempt.heartbeat
     machine, base_path = launch.machine, Path(launch.base_path)
     rank_environment = RankEnvironment.from_environment()
-    device = _select_device(machine, rank_environment)
+    device = distributed.select_device(machine.device, rank_environment)
     ranks = RankGroup(rank_environment, device, lambda: heartbeat.beat("peers"), machine.peer_timeout_s)
     environment = _describe_environment(attempt, device, rank_environment.world_size)
     # GPUs and threads may differ between ranks.
@@ -325,22 +324,6 @@ def _base_key(spec: RunSpec, launch: TrainingLaunchSpec) -> str:
     return digests.hash_json(list(parts))
 
 
-def _select_device(machine: Machine, environment: RankEnvironment) -> torch.device:
-    """Return this rank's device. Raises SettingsError if there are fewer GPUs than ranks."""
-    device = loading.pick_device(machine.device)
-    if device.type != "cuda" or environment.world_size == 1:
-        return device
-    count = torch.cuda.device_count()
-    if environment.local_world_size > count:
-        raise SettingsError(
-            f"machine.gpus: found {environment.local_world_size}, but this machine has {count} usable GPUs "
-            "(CUDA_VISIBLE_DEVICES limits them): set at most that, or auto"
-        )
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _load_with_adapter(
     attempt: _Attempt,
     device: torch.device,
@@ -384,7 +367,7 @@ def _load_with_adapter(
 def _describe_environment(attempt: _Attempt, device: torch.device, world_size: int) -> dict[str, str]:
     """Return the environment of a training: two runs of one spec are bit-exact only if their environments are equal."""
     spec, machine = attempt.spec, attempt.launch.machine
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = loading.get_gpu_name(device) or platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
     return libraries | {

@@ -358,8 +358,8 @@ class DeviceKernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it 
             return _attention_on_device(
                 self.device, dict(zip(_ATTENTION_PARAMETERS, args, strict=False)) | (kwargs or {})
             )
-        if self.device == "cuda" and getattr(func, "__name__", "") == "dropout" and len(args) == 3 and args[2]:
-            return torch.native_dropout(args[0], args[1], train=True)[0]  # saves a byte mask; CPUs save the noise
+        if self.device == "cuda" and func is torch.nn.functional.dropout and kwargs["training"] and kwargs["p"] > 0:
+            return torch.native_dropout(args[0], kwargs["p"], train=True)[0]  # saves a byte mask; CPUs save the noise
         return func(*args, **(kwargs or {}))
 
 
