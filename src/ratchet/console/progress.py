@@ -117,7 +117,7 @@ class ProgressDisplay:
     def refresh(self) -> None:
         """Draw the next frame, or print the line that is due."""
         with self._mutex:
-            if self._is_closed.is_set():  # whoever closed the display may have closed the stream since
+            if self._is_closed.is_set():  # the stream may be closed by now
                 return
             if self._write_line is None and self._is_live():
                 self._draw_bar()
