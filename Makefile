@@ -76,7 +76,7 @@ bench-scale: $(VENV)/.ready
 	bash .ci/postgres
 	failed=0; for name in spot compression sweep_scale; do python benchmarks/$$name.py --quick || failed=1; done; exit $$failed
 
-# The pictures of README and docs/ (docs/pictures/): five minutes. Exit code 2 where a program that they need is missing.
+# The pictures of README and docs/ (docs/pictures/): six minutes. Exit code 2 where a program that they need is missing.
 pictures: $(VENV)/.ready
 	-bash .ci/browser
 	-bash .ci/terminal

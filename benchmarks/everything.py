@@ -89,6 +89,7 @@ BENCHMARKS = (
     Benchmark("chaos", 140, shown="missed", arguments=("--only", "damage", "killed", "campaign"), is_quick=False),
     Benchmark("formats", 95, shown="missed", is_quick=False),
     Benchmark("gate_power", 45, shown="missed", is_quick=False),
+    Benchmark("judge_power", 40, shown="missed", is_quick=False),
     Benchmark("monitor_power", 200, shown="missed", is_quick=False),
     Benchmark("baseline", 2),
 )

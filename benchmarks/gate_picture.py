@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
+import svg_colours
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -44,7 +45,7 @@ def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
     panels[-1].legend(loc="center left", fontsize=6.5)
     figure.supxlabel("true difference, points of accuracy (dashed: margin)", fontsize=9)
     figure.supylabel("share of evaluations", fontsize=9)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    svg_colours.save(figure, stem.with_suffix(".svg"))
 
 
 def _decisions(axes: Axes, shares: Sequence[Shares], margin: float) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import svg_colours
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -42,7 +43,7 @@ def draw(found: Growth, stem: Path) -> None:
     panels = figure.subplots(2, 3)
     _steps(panels[0], found.steps)
     _others(panels[1], found)
-    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    svg_colours.save(figure, stem.with_suffix(".svg"))
 
 
 def _steps(panels: Sequence[Axes], steps: dict[str, Any]) -> None:

@@ -1,15 +1,18 @@
 """Takes the screenshots of docs/pictures/ while a small project is trained, swept, evaluated and gated.
 
+NAME.png is for light pages, and NAME-dark.png is the same for dark pages.
+
     make pictures
     python benchmarks/pictures.py [--target FOLDER] [--keep FOLDER]
 
-Needs tmux, Chromium and Prometheus, about five minutes on two idle cores, and no network. All programs are real: tmux
+Needs tmux, Chromium and Prometheus, about six minutes on two idle cores, and no network. All programs are real: tmux
 shows the consoles, Chromium draws the pages and MLflow's UI, and pictures_dashboard.py draws the dashboard from the
 answers of a Prometheus that scrapes the run every second. Exit code 2: a program is missing. `--keep` keeps the
 project; if the project exists already, it is not trained again, and only pages, MLflow's UI and generations are drawn.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -58,6 +61,8 @@ PATIENCE_S = 300.0
 UI_SIZE = (1440, 800)
 AUDIT_SIZE = (120, 110)
 """Columns and lines of the terminal in which the page of an audit is shown."""
+ACTOR = "ada@example.org"
+"""Who trains and promotes."""
 SETTLE_S = 3.0
 """Seconds that a page of MLflow needs to draw everything."""
 DISMISS = """[...document.querySelectorAll('button')].filter(one => one.textContent === 'Exit shared view')
@@ -72,7 +77,10 @@ WITHOUT_TOOLS = (
 )
 VIEWS = ("Best first", "Seeds", "Sweeps")
 ASSISTANT = {"mlflow.assistant.panelOpen_v1": "false", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
-"""Keys of the browser's storage in which MLflow's UI keeps the state of its assistant."""
+"""Keys of the browser's storage in which MLflow's UI keeps the state of its assistant, a panel that opens by itself and
+would cover a third of the picture."""
+DARK_THEME = "_mlflow_dark_mode_toggle_enabled"
+"""Key of the browser's storage in which MLflow's UI keeps its theme."""
 
 
 def main() -> int:
@@ -88,6 +96,7 @@ def main() -> int:
         print(f"not here: {', '.join(lacking)} (Debian: apt-get install {' '.join(lacking)})", file=sys.stderr)
         return 2
     options.target.mkdir(parents=True, exist_ok=True)
+    os.environ["RATCHET_ACTOR"] = ACTOR
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pic-") as folder, ExitStack() as stack:
         scratch = Path(folder)
@@ -150,21 +159,25 @@ class Studio:
     def _stages(self) -> None:
         say("export, evaluate, gate")
         for verb in ("export", "evaluate", "gate"):
-            self._ratchet(verb, allowed=(0, 3))  # 3: the gate is not passed, which is a valid result
+            self._ratchet(verb)
 
     def _dashboard(self, server: prometheus_server.Server, began: float) -> None:
         say("dashboard")
 
+        ended = time.time()
+
         def ask(expression: str) -> list[pictures_dashboard.Series]:
-            found = server.ask("query_range", query=expression, start=began, end=time.time(), step=1)["result"]
+            found = server.ask("query_range", query=expression, start=began, end=ended, step=1)["result"]
             return [(one["metric"], [(float(at), float(value)) for at, value in one["values"]]) for one in found]
 
         drawn = self._scratch / "dashboard.png"
-        empty = pictures_dashboard.draw(ask, drawn)
+        for dark in (False, True):
+            empty = pictures_dashboard.draw(ask, drawn, dark)
+            with Image.open(drawn) as picture:
+                target = pictures_pages.variant(self._target / "dashboard.png", dark)
+                pictures_pages.smaller(picture.convert("RGB"), target)
         if empty:
             print(f"  panels without data: {', '.join(empty)}")
-        with Image.open(drawn) as picture:
-            pictures_pages.smaller(picture.convert("RGB"), self._target / "dashboard.png")
 
     def _others(self) -> None:
         """Run trainings with other seeds and ranks at the same time, and watch them from the first project."""
@@ -202,7 +215,9 @@ class Studio:
         say("sweep")
         put(self.layout, short(self._settings))
         with self._screen("sweep", "--workers", "2") as terminal:
-            terminal.until(lambda: len(re.findall(r" (complete|pruned) ", terminal.text())) >= OVER, "too few trials")
+            terminal.until(
+                lambda: len(re.findall(r"(?m)^ *\d+ +(complete|pruned) ", terminal.text())) >= OVER, "too few trials"
+            )
             self._terminal(terminal, "sweep")
             terminal.end()
 
@@ -218,14 +233,12 @@ class Studio:
             (compared, "curves", "compare"), (reported, "curves", "report"),
             (reported, "evaluation", "report-evaluation"),
         ):  # fmt: skip
-            for dark in (False, True) if part == "curves" else (False,):
-                target = self._target / f"{name}{'-dark' if dark else ''}.png"
-                pictures_pages.shoot(self._browser, page.as_uri(), part, target, dark)
+            pictures_pages.shoot(self._browser, page.as_uri(), part, self._target / f"{name}.png")
 
     def audit(self) -> None:
         """Take a screenshot of an audit of the promoted model."""
         say("audit")
-        self._ratchet("promote", "--force", "--reason", "its audit is shown")
+        self._ratchet("promote")
         with screen(self._scratch, ["ratchet", "audit"], self.layout.root, AUDIT_SIZE) as terminal:
             terminal.end()
             self._terminal(terminal, "audit")
@@ -237,17 +250,19 @@ class Studio:
         with log.open("wb") as stream:
             process = self._start("ui", "--port", str(port), stdout=stream)
         try:
-            with Tab(self._browser, UI_SIZE) as tab:
-                self._ui(tab, f"http://127.0.0.1:{port}", log)
+            for dark in (False, True):
+                with Tab(self._browser, UI_SIZE, dark) as tab:
+                    self._ui(tab, f"http://127.0.0.1:{port}", log, dark)
         finally:
             process.terminate()
             process.wait()
 
-    def _ui(self, tab: Tab, address: str, log: Path) -> None:
+    def _ui(self, tab: Tab, address: str, log: Path, dark: bool) -> None:
         wait_until(lambda: answers(f"{address}/health"), "MLflow does not answer")
         views = dict(re.findall(r"^ +(\S.*?) {2,}(http\S+)$", log.read_text(encoding="utf-8"), re.MULTILINE))
-        pictures_pages.opened(tab, address)
-        for key, value in ASSISTANT.items():  # a panel that opens by itself would cover a third of the picture
+        pictures_pages.opened(tab, f"{address}/health")  # the UI reads its keys once, when it is loaded
+        tab.ask("localStorage.clear()")  # among others, the search of the tab before
+        for key, value in (ASSISTANT | {DARK_THEME: json.dumps(dark)}).items():
             tab.ask(f"localStorage.setItem('{key}', '{value}')")
         for view in VIEWS:
             pictures_pages.opened(tab, views[view])
@@ -255,7 +270,8 @@ class Studio:
             time.sleep(SETTLE_S)
             tab.ask(DISMISS)
             time.sleep(SETTLE_S)
-            pictures_pages.window(tab, self._target / f"mlflow-{view.lower().replace(' ', '-')}.png")
+            name = f"mlflow-{view.lower().replace(' ', '-')}.png"
+            pictures_pages.window(tab, pictures_pages.variant(self._target / name, dark))
         experiment = re.search(r"experiments/(\d+)", views[VIEWS[0]])
         run = self._run_of(put(self.layout, quiet(self._settings)))
         place = f"experiments/{experiment and experiment[1]}/runs/{run}/model-metrics?workflowType=machine_learning"
@@ -267,7 +283,7 @@ class Studio:
         pictures_pages.until(tab, DRAWN)
         tab.ask(WITHOUT_TOOLS)
         time.sleep(SETTLE_S)
-        pictures_pages.window(tab, self._target / "mlflow-run.png")
+        pictures_pages.window(tab, pictures_pages.variant(self._target / "mlflow-run.png", dark))
 
     def _run_of(self, name: str) -> str:
         """Return MLflow's id of a run."""
@@ -281,16 +297,11 @@ class Studio:
         return screen(self._scratch, ["ratchet", *words], self.layout.root)
 
     def _terminal(self, terminal: Screen, name: str) -> None:
-        """Take a screenshot of a terminal."""
-        page = self._scratch / f"{name}.html"
-        terminal.page(page)
-        with Tab(self._browser, (1600, 1200)) as tab:
-            pictures_pages.opened(tab, page.as_uri())
-            pictures_pages.element(tab, "#screen", self._target / f"{name}.png")
+        terminal.shoot(self._browser, self._scratch, self._target / f"{name}.png")
 
-    def _ratchet(self, *words: str, allowed: Sequence[int] = (0,)) -> None:
+    def _ratchet(self, *words: str) -> None:
         done = subprocess.run(["ratchet", *words], cwd=self.layout.root, capture_output=True, text=True, check=False)
-        if done.returncode not in allowed:
+        if done.returncode:
             raise SystemExit(f"ratchet {' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 
     def _start(

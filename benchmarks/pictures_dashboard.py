@@ -9,17 +9,47 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 DASHBOARD = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4A4E55")
-"""Palette: Okabe and Ito, Color Universal Design, 2008."""
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of a dashboard."""
+
+    page: str
+    card: str
+    edge: str
+    grid: str
+    ink: str
+    series: tuple[str, ...]
+
+    def settings(self) -> dict[str, Any]:
+        """Return settings of Matplotlib for these colours."""
+        ink = dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor"), self.ink)
+        edges = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), self.edge)
+        places = {"figure.facecolor": self.page, "axes.facecolor": self.card, "grid.color": self.grid}
+        return ink | edges | places | {"axes.prop_cycle": cycler(color=self.series)}
+
+
+LIGHT = Palette(
+    "#f2f3f5", "#ffffff", "#d8dbe0", "#e6e8eb", "#1c1e21",
+    ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4A4E55"),
+)  # fmt: skip
+"""Series: Okabe and Ito, Color Universal Design, 2008."""
+DARK = Palette(
+    "#0d1013", "#181b20", "#3a4047", "#2a2f35", "#e3e6e9",
+    ("#5aa9e0", "#f0803c", "#2fbf95", "#dd8fba", "#e6a417", "#9bd4f5", "#c3c8ce"),
+)  # fmt: skip
 GRID = 24
 """Columns of Grafana's grid."""
 WIDTH_INCHES, CELL_INCHES, DPI = 14.0, 0.32, 85
@@ -34,18 +64,24 @@ Series = tuple[dict[str, str], list[tuple[float, float]]]
 Ask = Callable[[str], Sequence[Series]]
 
 
-def draw(ask: Ask, target: Path, interval: str = "10s") -> list[str]:
+def draw(ask: Ask, target: Path, dark: bool, interval: str = "10s") -> list[str]:
     """Draw all panels. Return the titles of panels without data.
 
     Args:
         ask: answers an expression over the displayed time.
         target: PNG file.
+        dark: for a dark page.
         interval: Grafana's $__rate_interval, at least four times the scrape interval.
     """
+    letters = {"font.size": 8, "font.family": "DejaVu Sans", "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(letters | (DARK if dark else LIGHT).settings()):
+        return _draw(ask, target, interval)
+
+
+def _draw(ask: Ask, target: Path, interval: str) -> list[str]:
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-    mpl.rcParams |= {"font.size": 8, "font.family": "DejaVu Sans", "axes.spines.top": False, "axes.spines.right": False}
-    figure = Figure(figsize=(WIDTH_INCHES, rows * CELL_INCHES), facecolor="#f2f3f5")
+    figure = Figure(figsize=(WIDTH_INCHES, rows * CELL_INCHES))
     empty = []
     for panel in panels:
         found = [
@@ -76,25 +112,22 @@ def named(legend: str, labels: dict[str, str]) -> str:
 
 
 def placed(figure: Figure, place: dict[str, int], rows: int) -> Axes:
-    """Return a white card at a position of the grid."""
+    """Return a card at a position of the grid."""
     gap_x, gap_y = 0.0025, 0.1 / rows
     axes = figure.add_axes(
         (place["x"] / GRID + gap_x, 1 - (place["y"] + place["h"]) / rows + gap_y,
-         place["w"] / GRID - 2 * gap_x, place["h"] / rows - 2 * gap_y),
-        facecolor="white",
+         place["w"] / GRID - 2 * gap_x, place["h"] / rows - 2 * gap_y)
     )  # fmt: skip
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
-        spine.set(visible=True, color="#d8dbe0")
+        spine.set_visible(True)
     return axes
 
 
 def stat(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
     """Draw the last value in large letters, or the name of the series that has the latest value."""
     if not found:
-        frame.text(
-            0.5, 0.42, "No data", ha="center", va="center", fontsize=14, color="#8a9099", transform=frame.transAxes
-        )
+        frame.text(0.5, 0.42, "No data", ha="center", va="center", fontsize=14, alpha=0.6, transform=frame.transAxes)
         return
     name, values = max(found, key=lambda one: one[1][-1][0])
     unit = panel["fieldConfig"]["defaults"].get("unit")
@@ -112,19 +145,19 @@ def curves(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[t
     bottom, letters = (0.38, 5.6) if crowded else (0.3, 6.5)
     axes = frame.inset_axes((left, bottom, 0.97 - left, 0.82 - bottom))
     if not found:
-        axes.text(0.5, 0.5, "No data", ha="center", va="center", color="#8a9099", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "No data", ha="center", va="center", alpha=0.6, transform=axes.transAxes)
     began = min((values[0][0] for _, values in found), default=0.0)
     for number, (name, values) in enumerate(found[:MOST_SERIES]):
         axes.plot(
             [at - began for at, _ in values], [value for _, value in values], label=name, linewidth=1.2,
-            color=COLOURS[number % len(COLOURS)], linestyle=("-", "--", ":")[number // len(COLOURS) % 3],
+            color=f"C{number}", linestyle=("-", "--", ":")[number // len(LIGHT.series) % 3],
         )  # fmt: skip
     unit = panel["fieldConfig"]["defaults"].get("unit")
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, unit)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
     axes.tick_params(labelsize=7, length=2)
-    axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
+    axes.grid(visible=True, linewidth=0.6)
     more = f"  and {len(found) - MOST_SERIES} more" if len(found) > MOST_SERIES else None
     if found:
         columns = 2 if panel["gridPos"]["w"] < 12 else 4

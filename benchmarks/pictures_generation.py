@@ -33,7 +33,7 @@ TARGET = Path(__file__).parents[1] / "docs" / "pictures"
 SIZE = (100, 24)
 PROMPTS, SHOWN_AT = 6000, 0.6
 """Number of prompts of the live screen, and the share of them that is answered when the picture is taken."""
-PATIENCE_S = 120.0
+PATIENCE_S = 900.0
 SLOW_S = 0.02
 """Seconds between two pieces of an answer of the server."""
 QUESTIONS = (
@@ -85,7 +85,7 @@ def words(text: str) -> Iterator[str]:
 
 
 def take(drawn: Browser, scratch: Path, target: Path) -> None:
-    """Take the four screenshots."""
+    """Take the screenshots."""
     settings = generations.with_generate(max_new_tokens=400)
     machine = settings.machine.model_copy(update={"endpoint": EndpointSettings(), "threads": 2})
     settings = settings.model_copy(update={"machine": machine})
@@ -103,7 +103,7 @@ def _stream(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, ta
     prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in QUESTIONS), encoding="utf-8")
     with _on_screen(scratch, layout, "generate", "requests.jsonl", "--stream", "--model", model) as terminal:
         terminal.end()
-        _picture(terminal, drawn, scratch, target / "stream.png")
+        terminal.shoot(drawn, scratch, target / "stream.png")
 
 
 def _chat(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
@@ -113,7 +113,7 @@ def _chat(layout: ProjectLayout, model: str, drawn: Browser, scratch: Path, targ
             terminal.press("-l", text)
             terminal.press("Enter")
             terminal.until(lambda count=count: terminal.text().count("tokens/s") == count, "no answer", PATIENCE_S)
-        _picture(terminal, drawn, scratch, target / "chat.png")
+        terminal.shoot(drawn, scratch, target / "chat.png")
 
 
 def _live(layout: ProjectLayout, settings: Settings, drawn: Browser, scratch: Path, target: Path) -> None:
@@ -124,17 +124,19 @@ def _live(layout: ProjectLayout, settings: Settings, drawn: Browser, scratch: Pa
     words = ("generate", "questions.jsonl", "--output", "answers.jsonl", "--model", "model")
     with _on_screen(scratch, layout, *words) as terminal:
         terminal.until(lambda: share(terminal.text()) >= SHOWN_AT, "too few answers", PATIENCE_S)
-        _picture(terminal, drawn, scratch, target / "generation.png")
+        terminal.shoot(drawn, scratch, target / "generation.png")
 
 
 def _label(layout: ProjectLayout, drawn: Browser, target: Path) -> None:
     for name, answers in JUDGED.items():
         rows = [{"prompt": text, "answer": said} for text, said in zip(QUESTIONS, answers, strict=True)]
         (layout.root / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    with LabelProcess(layout, *JUDGED, "--port", "0", "--rater", "Ann") as server, Tab(drawn, LABEL_SIZE) as tab:
-        pictures_pages.opened(tab, server.address)
-        pictures_pages.until(tab, "document.querySelector('#answers p').textContent")
-        pictures_pages.window(tab, target / "label.png")
+    with LabelProcess(layout, *JUDGED, "--port", "0", "--rater", "Ann") as server:
+        for dark in (False, True):
+            with Tab(drawn, LABEL_SIZE, dark) as tab:
+                pictures_pages.opened(tab, server.address)
+                pictures_pages.until(tab, "document.querySelector('#answers p').textContent")
+                pictures_pages.window(tab, pictures_pages.variant(target / "label.png", dark))
 
 
 def share(text: str) -> float:
@@ -148,14 +150,6 @@ def _on_screen(scratch: Path, layout: ProjectLayout, *words: str) -> Iterator[Sc
     with screen(scratch, ["ratchet", *words], layout.root, SIZE) as terminal:
         yield terminal
     time.sleep(0.5)  # tmux needs this time to close its socket
-
-
-def _picture(terminal: Screen, drawn: Browser, scratch: Path, target: Path) -> None:
-    page = scratch / f"{target.stem}.html"
-    terminal.page(page)
-    with Tab(drawn, (1600, 1200)) as tab:
-        pictures_pages.opened(tab, page.as_uri())
-        pictures_pages.element(tab, "#screen", target)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

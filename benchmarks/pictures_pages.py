@@ -12,17 +12,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from chromium import Browser, Tab
 
 WIDTH, HEIGHT = 1280, 1000
+COLOURS = 128
+"""Number of colours of a picture. One round of k-means after the median cut keeps rare colours, such as thin lines."""
 MOST_BYTES = 250_000
 FEWEST_COLOURS = 32
 PATIENCE_S = 120.0
 
 
-def shoot(browser: Browser, address: str, part: str, target: Path, dark: bool = False) -> None:
-    """Take a screenshot of a page that begins at the element with this id and has the height of a window."""
-    with Tab(browser, (WIDTH, HEIGHT), dark) as tab:
-        opened(tab, address)
-        top = tab.ask(f"document.getElementById('{part}').getBoundingClientRect().top + scrollY")
-        _save(_taken(tab, (0.0, top, float(WIDTH), float(HEIGHT))), target)
+def variant(target: Path, dark: bool) -> Path:
+    """Return the file of a picture for light or for dark pages: NAME.png or NAME-dark.png."""
+    return target.with_stem(f"{target.stem}-dark") if dark else target
+
+
+def shoot(browser: Browser, address: str, part: str, target: Path) -> None:
+    """Take screenshots of a page, light and dark, that begin at the element with this id and have the height of a
+    window."""
+    for dark in (False, True):
+        with Tab(browser, (WIDTH, HEIGHT), dark) as tab:
+            opened(tab, address)
+            top = tab.ask(f"document.getElementById('{part}').getBoundingClientRect().top + scrollY")
+            _save(_taken(tab, (0.0, top, float(WIDTH), float(HEIGHT))), variant(target, dark))
 
 
 def opened(tab: Tab, address: str) -> None:
@@ -67,9 +76,9 @@ def _save(data: bytes, target: Path) -> None:
 def smaller(picture: Image.Image, target: Path) -> None:
     """Save with as many colours as the limit of bytes allows; text needs few. Raises SystemExit if the file is too
     large with 32 colours."""
-    colours = 256
+    colours = COLOURS
     while True:
-        few = picture.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        few = picture.quantize(colours, Image.Quantize.MEDIANCUT, kmeans=1, dither=Image.Dither.NONE)
         few.save(target, optimize=True)
         if target.stat().st_size <= MOST_BYTES:
             return

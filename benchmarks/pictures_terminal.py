@@ -1,4 +1,4 @@
-"""Runs programs in a terminal of tmux, and converts its content to a page for a browser."""
+"""Runs programs in a terminal of tmux, and takes screenshots of it in the colours of a light and of a dark theme."""
 
 import io
 import os
@@ -11,14 +11,26 @@ from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 
+import pictures_pages
+from pictures_pages import Browser, Tab
 from rich.ansi import AnsiDecoder
 from rich.console import Console
+from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 
 COLUMNS, LINES = 120, 36
+TAB_SIZE = (1600, 1200)
 PATIENCE_S = 600.0
 LOOK_S = 0.2
-THEME = TerminalTheme(
+LIGHT = TerminalTheme(
+    (246, 248, 250),
+    (36, 41, 47),
+    [(36, 41, 47), (190, 30, 40), (20, 105, 45), (138, 88, 0), (9, 95, 200), (140, 45, 170), (10, 105, 115),
+     (92, 99, 108)],
+    [(92, 99, 108), (165, 14, 38), (17, 90, 40), (115, 72, 0), (5, 75, 170), (115, 30, 145), (5, 85, 95),
+     (66, 73, 82)],
+)  # fmt: skip
+DARK = TerminalTheme(
     (24, 26, 31),
     (222, 225, 230),
     [(60, 64, 72), (240, 110, 100), (120, 200, 130), (230, 180, 90), (110, 165, 240), (205, 140, 225), (95, 200, 205),
@@ -27,9 +39,8 @@ THEME = TerminalTheme(
      (135, 225, 230), (255, 255, 255)],
 )  # fmt: skip
 PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><style>
-body {{ margin: 0; background: #181a1f; }}
-#screen {{ display: inline-block; padding: 10px 14px 14px; background: #181a1f; color: #dee1e6; }}
-#command {{ border-bottom: 1px solid #3c4048; margin-bottom: 8px; line-height: 1.6; color: #969ca8; }}
+#screen {{ display: inline-block; padding: 10px 14px 14px; background: {paper}; color: {ink}; }}
+#command {{ border-bottom: 1px solid {quiet}; margin-bottom: 8px; line-height: 1.6; color: {quiet}; }}
 #screen, pre {{ margin: 0; font: 14px/1.17 "DejaVu Sans Mono", monospace; }}
 </style></head><body><div id="screen"><div id="command">$ {command}</div><pre>{code}</pre></div></body></html>
 """
@@ -77,10 +88,17 @@ class Screen:
         """Wait until the program has ended."""
         self.until(lambda: self.over, "it does not end", limit_s)
 
-    def page(self, target: Path, lines: int | None = None) -> None:
-        """Write the terminal's content as an HTML file: at most this many lines, without empty ones at the end."""
-        raw = self._tmux("capture-pane", "-e", "-p").partition("Pane is dead")[0].rstrip("\n").split("\n")
-        target.write_text(page(raw[:lines], self._command), encoding="utf-8")
+    def shoot(self, browser: Browser, scratch: Path, target: Path) -> None:
+        """Take screenshots of the present content, without empty lines at the end, for light and for dark pages."""
+        history = ("-S", "-") if self.over else ()  # tmux scrolls by a line to write that the pane is dead
+        text = self._tmux("capture-pane", "-e", "-p", *history)
+        lines = text.partition("Pane is dead")[0].rstrip("\n").split("\n")
+        for dark in (False, True):
+            file = scratch / "terminal.html"
+            file.write_text(page(lines, self._command, dark), encoding="utf-8")
+            with Tab(browser, TAB_SIZE) as tab:
+                pictures_pages.opened(tab, file.as_uri())
+                pictures_pages.element(tab, "#screen", pictures_pages.variant(target, dark))
 
     def close(self) -> None:
         """End the program and the terminal."""
@@ -120,13 +138,26 @@ def screen(
         found.close()
 
 
-def page(lines: Sequence[str], command: Sequence[str]) -> str:
+def page(lines: Sequence[str], command: Sequence[str], dark: bool) -> str:
     """Return lines of a terminal, which may contain control sequences for colours, as HTML."""
+    theme = DARK if dark else LIGHT
     console = Console(
         record=True, file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor", legacy_windows=False
     )
     decoder = AnsiDecoder()  # one decoder for all lines: tmux sends a style only where it changes
     for line in lines:
-        console.print(decoder.decode_line(line), soft_wrap=True, highlight=False)
-    code = console.export_html(theme=THEME, inline_styles=True, code_format="{code}")
-    return PAGE.format(command=escape(shlex.join(command)), code=code)
+        text = decoder.decode_line(line)
+        text.spans = [span._replace(style=readable(span.style)) for span in text.spans]
+        console.print(text, soft_wrap=True, highlight=False)
+    code = console.export_html(theme=theme, inline_styles=True, code_format="{code}")
+    paper, ink, quiet = (
+        f"rgb{tuple(colour)}" for colour in (theme.background_color, theme.foreground_color, theme.ansi_colors[8])
+    )
+    return PAGE.format(command=escape(shlex.join(command)), code=code, paper=paper, ink=ink, quiet=quiet)
+
+
+def readable(style: str | Style) -> str | Style:
+    """Return a style with grey instead of dim, because Rich would mix dim text with the background, half and half."""
+    if isinstance(style, Style) and style.dim and (style.color is None or style.color.is_default):
+        return style + Style(dim=False, color="bright_black")
+    return style

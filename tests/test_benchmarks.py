@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from ratchet.runs.journal import JournalEvent
@@ -302,8 +303,10 @@ def test_cost_of_observing_is_found_whatever_the_processes_differ_by(module: Mod
 
 def test_a_page_of_a_terminal_keeps_colours_over_lines_and_letters_as_they_are(module: Module) -> None:
     lines = ["\x1b[32mgreen", "still\x1b[0m plain <b>&", "\x1b[2m\u2588\u2584\x1b[0m"]
-    text = module("pictures_terminal").page(lines, ["ratchet", "watch", "a b"])
-    assert text.count('style="color: #78c882') == 2
+    texts = [module("pictures_terminal").page(lines, ["ratchet", "watch", "a b"], dark) for dark in (False, True)]
+    assert [text.count('style="color: #14692d') for text in texts] == [2, 0]
+    assert [text.count('style="color: #78c882') for text in texts] == [0, 2]
+    text = texts[0]
     assert " plain &lt;b&gt;&amp;" in text
     assert "\u2588\u2584" in text
     assert "$ ratchet watch &#x27;a b&#x27;" in text
@@ -318,9 +321,25 @@ def test_the_dashboard_is_drawn_from_answers_and_what_has_none_is_named(module: 
             return []
         return [({"run": "abc", "state": "training", "le": "+Inf"}, [(10.0, 1.0), (11.0, float("nan")), (12.0, 3.0)])]
 
-    assert module("pictures_dashboard").draw(ask, tmp_path / "dashboard.png") == ["Gate"]
-    assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
+    corners = []
+    for dark in (False, True):
+        assert module("pictures_dashboard").draw(ask, tmp_path / "dashboard.png", dark) == ["Gate"]
+        with Image.open(tmp_path / "dashboard.png") as picture:
+            corners.append(picture.convert("L").getpixel((0, 0)))
+    assert corners[0] > 200 and corners[1] < 50
     assert asked and not any("$" in expression for expression in asked)
+
+
+def test_a_plot_has_colours_for_dark_pages(module: Module, tmp_path: Path) -> None:
+    figure = Figure()
+    figure.subplots().plot([1, 2], color="#0072B2")
+    module("svg_colours").save(figure, tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    light, dark = text.split("@media (prefers-color-scheme: dark)")
+    assert "text{fill: #e3e6e9}" in dark and '[style*="stroke: #0072b2"]{stroke: #3f94d1 !important}' in dark
+    assert 'style="' not in light and "stroke: #0072b2" in dark.partition("</style>")[2]
+    with pytest.raises(ValueError, match="style sheet is not as expected"):
+        module("svg_colours").with_dark_colours("<svg/>")
 
 
 def test_pictures_say_which_programs_they_lack(

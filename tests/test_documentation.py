@@ -100,7 +100,7 @@ def list_anchors(text: str) -> set[str]:
 
 def find_broken_links(page: Path, text: str) -> Iterator[str]:
     prose = INLINE.sub("", FENCE.sub("", text))
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+    for target in re.findall(r"(?:\]\(|\bsrc(?:set)?=\")([^)\"\s]+)[)\"]", prose):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -252,6 +252,18 @@ def test_every_picture_is_on_a_page_with_a_description() -> None:
     assert {path.name for suffix in ("png", "svg") for path in DOCS.rglob(f"*.{suffix}")} - shown == set()
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_a_picture_follows_the_theme_of_the_site(page: Path) -> None:
+    """Each screenshot has a variant for dark pages on the next line, and each drawing has a media query."""
+    pictures = re.findall(r"^!\[[^\]]+\]\(([^)]+)\)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    screenshots = [picture for picture in pictures if ".png" in picture]
+    light, dark = screenshots[::2], screenshots[1::2]
+    assert all(picture.endswith(".png#gh-light-mode-only") for picture in light)
+    assert dark == [picture.replace(".png#gh-light", "-dark.png#gh-dark") for picture in light]
+    for drawing in set(pictures) - set(screenshots):
+        assert "@media (prefers-color-scheme" in (DOCS / drawing).read_text(encoding="utf-8")
+
+
 def test_no_page_is_longer_than_its_budget() -> None:
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("*.md")}
     budgets = BUDGETS["words"]
@@ -363,6 +375,19 @@ def test_the_site_builds_without_warnings_and_names_no_script_of_another_server(
     assert [match[0] for page in pages for match in loaded.finditer(page)] == []
     troubleshooting = (site / "troubleshooting.html").read_text(encoding="utf-8")
     assert [anchor for anchor in SECTIONS.values() if f'id="{anchor}"' not in troubleshooting] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_site_shows_the_pictures_of_its_theme(site: Path, chrome: Browser, dark: bool) -> None:
+    with Tab(chrome, dark=dark) as tab:
+        tab.open(site / "console.html")
+        tab.ask("localStorage.clear()")  # the site stores its first theme
+        tab.open(site / "console.html")
+        tab.wait_for(f"document.body.dataset.mdColorScheme === '{'slate' if dark else 'default'}'")
+        images = "[...document.querySelectorAll('article img')].filter(one => one.checkVisibility())"
+        names = tab.ask(f"{images}.map(one => one.src.split(/[/#]/).at(-2))")
+    assert names == (["console-dark.png", "watch-dark.png"] if dark else ["console.png", "watch.png"])
 
 
 @pytest.mark.long
