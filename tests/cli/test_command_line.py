@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -252,3 +253,14 @@ def test_a_message_that_troubleshooting_explains_ends_with_a_link(
     printed = capsys.readouterr()
     assert json.loads(printed.out)["error"]["help"] is None
     assert "See" not in printed.err
+
+
+def test_output_that_a_closed_pipe_did_not_take_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    code = "import sys; from ratchet.cli.main import main; sys.stdout.write('x'); sys.exit(main(sys.argv[1:]))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as output:
+        command = [sys.executable, "-c", code, "--project", str(tmp_path), "status"]
+        environment = os.environ | {"PYTHONUNBUFFERED": ""}
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, check=False)
+    assert done.returncode == 2, done.stderr

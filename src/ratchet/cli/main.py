@@ -192,6 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = f"{error.filename or 'a file'}: {error.strerror}; outputs are consistent: fix this and run it again"
         print_error(error, text, EXIT_INPUT, options)
         return report(EXIT_INPUT, error)
+    finally:
+        _discard_unwritten_output()
+
+
+def _discard_unwritten_output() -> None:
+    """Discard what a display has written to a terminal or pipe that is closed. Python would try again at its end, and
+    replace the exit code by 120."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
 
 
 def _report_variables(options: argparse.Namespace) -> None:
