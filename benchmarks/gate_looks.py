@@ -5,13 +5,13 @@ earlier looks; a sequential test (`gate.test: sequential`) includes all earlier 
 of someone who looked after each row.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from gate_worlds import Draw, Rng, conversations, of_answers, rarely, skewed
 from report_rows import Row, at_most, told
+from simulations import rng
 
 from ratchet.quality_gate import paired_test, rules
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
@@ -64,11 +64,6 @@ PRICED = (
 )
 DRIFTS = (20, 200)
 DRIFT_ROWS, DRIFT_CASES = 1000, 20
-
-
-def rng(name: str) -> Rng:
-    """Return a separate random stream for a simulation."""
-    return np.random.default_rng(zlib.crc32(name.encode()))
 
 
 def first(pairs: PairedScores, n: int) -> PairedScores:

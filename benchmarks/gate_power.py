@@ -14,7 +14,6 @@ cases instead of 2,000; --picture draws STEM.svg.
 
 import argparse
 import logging
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from mlflow.models import EvaluationResult, MetricThreshold
 from mlflow.models.evaluation.validation import ModelValidationFailedException, validate_evaluation_results
 from report import finish
 from report_rows import Row, at_most, told
+from simulations import error_limit, rng
 
 from ratchet.quality_gate.paired_test import PairedScores
 
@@ -89,14 +89,9 @@ def main() -> int:
     return finish([*errors(cases), *peers(cases), *table(shares), *looks], args.json)
 
 
-def rng(name: str) -> np.random.Generator:
-    """Return a separate random stream for a simulation."""
-    return np.random.default_rng(zlib.crc32(name.encode()))
-
-
 def rarely_enough(name: str, wrong: int, cases: int) -> Row:
     """Return a row for an error rate: at most 5 %, plus three standard errors for the number of cases."""
-    return at_most(name, wrong / cases, round(ALPHA + 3 * (ALPHA * (1 - ALPHA) / cases) ** 0.5, 4))
+    return at_most(name, wrong / cases, error_limit(ALPHA, cases))
 
 
 def errors(cases: int) -> Iterator[Row]:

@@ -5,7 +5,7 @@
 1. Judges: each row has a better answer, the candidate's in 50, 70 or 90 % of rows. A reply of the judge is a tie in
    10 %, the answer that is shown first in 20 or 30 %, and the better answer otherwise. The 95 % intervals of win rate
    and position bias must miss the true value in at most 5 % of evaluations of 20, 60 or 200 rows.
-2. Dependent rows: 60 or 200 rows in groups of four, whose better answers are the same.
+2. Dependent rows: 60 or 200 rows in groups of four; a group has the same better answer.
 3. Groups of people: a model answers 24 templates for four groups without any difference. At most 5 % of models may have
    a significant difference of refusals or of lengths between some two groups, or an interval of one without zero.
    Models that refuse one group's prompts 20 or 40 points more often show what the test finds.
@@ -15,7 +15,6 @@ A target is 5 % plus three standard errors of the simulation. Seeds are fixed. -
 """
 
 import argparse
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from report import finish
 from report_rows import Row, at_most, told
+from simulations import error_limit, rng
 
 from ratchet.config.evaluate import Evaluate
 from ratchet.evaluation.evaluator import EvaluationResult, EvaluationSubject
@@ -54,7 +54,7 @@ class Judge:
     wins: float
     """Share of rows in which the candidate's answer is better."""
     first: float
-    """Share of replies that prefer the answer that is shown first, whatever the answers are."""
+    """Share of replies that prefer the answer that is shown first, for any answers."""
 
     @property
     def win_rate(self) -> float:
@@ -90,15 +90,9 @@ def main() -> int:
     return finish([*judges(cases), *groups(cases), *unfair(cases // 4)], args.json)
 
 
-def rng(name: str) -> np.random.Generator:
-    """Return a separate random stream for a simulation."""
-    return np.random.default_rng(zlib.crc32(name.encode()))
-
-
 def rare(name: str, wrong: int, cases: int) -> Row:
     """Return a row for something that may happen in 5 % of the cases, plus three standard errors."""
-    limit = NOMINAL + 3 * (NOMINAL * (1 - NOMINAL) / cases) ** 0.5
-    return at_most(name, wrong / cases, round(limit, 4))
+    return at_most(name, wrong / cases, error_limit(NOMINAL, cases))
 
 
 def judges(cases: int) -> Iterator[Row]:

@@ -17,7 +17,6 @@ Seeds are fixed. --quick draws 200 cases instead of 2,000 for false alarms, and 
 
 import argparse
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from report import finish
 from report_rows import Row, at_most, told
 from scipy import stats
+from simulations import error_limit, rng
 
 from ratchet.config.monitor import Monitor
 from ratchet.data.prompt_profile import PromptProfile, count_ngrams
@@ -93,11 +93,6 @@ def main() -> int:
     return finish([*false_alarms(cases), *delays(few), *topics(few // 4)], args.json)
 
 
-def rng(name: str) -> np.random.Generator:
-    """Return a separate random stream for a simulation."""
-    return np.random.default_rng(zlib.crc32(name.encode()))
-
-
 def false_alarms(cases: int) -> Iterator[Row]:
     """Yield rows for logs that are like the evaluation. Each test has a fifth of the rate, and four are simulated."""
     for size in SIZES:
@@ -106,7 +101,7 @@ def false_alarms(cases: int) -> Iterator[Row]:
             found, peeked = watch(world, size, cases, len(TESTS) * RATE, change_at=REQUESTS, requests=REQUESTS)
             alarms, naive = alarms | (found > 0), naive | (peeked > 0)
         bound = START_SHARE + REQUESTS / RATE
-        limit = round(bound + 3 * (bound * (1 - bound) / cases) ** 0.5, 4)
+        limit = error_limit(bound, cases)
         yield at_most(
             f"false alarm within {REQUESTS:,} requests, {size} rows, 1 % + 1 in {RATE:,}", alarms.mean(), limit
         )

@@ -40,13 +40,13 @@ def escape_comment(text: str) -> str:
     return re.sub("([@#~&])", r"\\\1", escape_markdown(text))
 
 
-def print_text(text: str) -> None:
+def print_text(text: str, end: str = "\n") -> None:
     """Print one or several lines. After the pipe or terminal is closed (`| head`), the command continues silently.
 
     Raises OSError if they cannot be written for another reason, such as a full disk.
     """
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except OSError as error:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
         if error.errno not in (errno.EPIPE, errno.EIO):

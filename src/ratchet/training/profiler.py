@@ -448,7 +448,7 @@ def _build_parts(
 def list_operators(averages: Any, steps: int, is_gpu: bool) -> tuple[OperatorTime, ...]:
     """Return the operators that took the most time: on a GPU, the time of their kernels.
 
-    Spans, which `record_function` adds to the trace, are left out, and so are the kernels' own entries, whose time is
+    Spans, which `record_function` adds to the trace, are left out, and so are the kernels' own entries: their time is
     also that of the operators that start them (torch/autograd/profiler_util.py).
 
     Args:

@@ -70,10 +70,9 @@ class ExtrapolatedMetaModel:
         built = [parameter for _, parameter in trainable]
         if not self.periods:
             return built
-        short, long, real = self.periods
-        (_, short_blocks), (stack, long_blocks) = map(find_blocks, self.models)
-        period, first = (len(long_blocks) - len(short_blocks)) // (long - short), self.boundary_blocks[-1][0]
-        repeated = tuple(f"{stack}.{number}." for number in range(first, first + period))
+        _, long, real = self.periods
+        stack, first = find_blocks(self.models[-1])[0], self.boundary_blocks[-1][0]
+        repeated = tuple(f"{stack}.{number}." for number in range(first, first + self._period))
         positions = [position for position, (name, _) in enumerate(trainable) if name.startswith(repeated)]
         end = positions[-1] + 1 if positions else 0
         return built[:end] + (real - long) * [built[position] for position in positions] + built[end:]
@@ -95,11 +94,15 @@ class ExtrapolatedMetaModel:
         """Return the events of the real model, given traces of `models`; None if they cannot be derived."""
         if not self.periods or not traces:
             return traces[0].events if traces else []
-        short, long, real = self.periods
+        _, long, real = self.periods
+        first = self.boundary_blocks[-1][0] - self._period
+        return block_events.repeat_periods(traces[-1].events, first, self._period, real - long)
+
+    @property
+    def _period(self) -> int:
+        """Number of blocks in a period, if there are two models."""
         short_count, long_count = (len(find_blocks(model)[1]) for model in self.models)
-        period = (long_count - short_count) // (long - short)
-        first = self.boundary_blocks[-1][0] - period
-        return block_events.repeat_periods(traces[-1].events, first, period, real - long)
+        return (long_count - short_count) // (self.periods[1] - self.periods[0])
 
 
 def _align_peaks(trace: AllocationTrace, model: Model, boundary: tuple[int, int]) -> dict[Segment, MemoryPeak]:

@@ -84,6 +84,7 @@ class AllocationEvent:
     """For a new block of a forward pass: the part of the autograd graph that the block belongs to. For a negative size
     without key: the part of the graph that is released."""
     segment: Segment = ("forward", "before", 0)
+    """Segment in which it happens."""
 
 
 @dataclass(frozen=True)
