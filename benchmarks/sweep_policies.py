@@ -1,0 +1,112 @@
+"""Compares samplers and pruners of `ratchet sweep` on real trainings: best values, and trained tokens.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/sweep_policies.py [--quick] [--task TASK] [--data DIR] [--seeds N] [--turns FILE] [--json FILE]
+
+Rows, base, space, budget and start are those of benchmarks/sweep.py, and the samplers and pruners are those of
+benchmarks/sweep_curves.py. For each seed, every policy runs `ratchet sweep` once, in a project of its own, one after
+the other. All trainings have the same seed and the same order of the rows, so the policies minimise one function.
+
+The targets are for freeze-thaw, the default: its median of the best values is at most the lowest of the other policies'
+medians, and its worst value at most the lowest of their worst values.
+
+All sweeps of a task take hours. With `--turns FILE`, the sweeps of each finished seed are kept there, and the same
+command continues after the last one.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from curves_record import TASKS
+from report import finish
+from report_rows import Row, at_most, told
+from sweep import ENVIRONMENT, SHAPES, build, project, sweep
+from sweep_account import Search, Take
+from sweep_curves import FREEZE_THAW, POLICIES
+
+Searches = Mapping[str, Sequence[Search]]
+"""The sweeps of each policy, by seed."""
+
+DEFAULT = next(policy.name for policy in POLICIES if policy.pruner == FREEZE_THAW)
+
+
+def measure(work: Path, given: argparse.Namespace) -> Searches:
+    """Run a sweep with each policy and each seed, and print one line for each."""
+    shape, kept = SHAPES[given.quick], given.turns
+    shape = replace(shape, samplers=tuple(range(given.seeds or (1 if given.quick else 20))))
+    done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
+    turns = [parsed(line) for line in done]
+    made, settings = build(work / "made", shape, TASKS[given.task], given.data)
+    for seed in shape.samplers[len(done) :]:
+        turn = {}
+        for policy in POLICIES:
+            sampler = policy.sampler.model_copy(update={"seed": seed})
+            chosen = settings.sweep.model_copy(update={"sampler": sampler, "pruner": policy.pruner})
+            layout = project(made, work / "sweep", settings.model_copy(update={"sweep": chosen}))
+            turn[policy.name], _ = sweep(layout)
+            shutil.rmtree(layout.root)
+            one = turn[policy.name]
+            print(f"{policy.name:15} seed {seed:2}: {one.best:.4f}, {one.tokens:,} tokens, {len(one.takes)} trainings, "
+                  f"{one.seconds:.1f} s", flush=True)  # fmt: skip
+        turns.append(turn)
+        if kept:
+            with kept.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({name: asdict(one) for name, one in turn.items()}) + "\n")
+    return {policy.name: [turn[policy.name] for turn in turns] for policy in POLICIES}
+
+
+def parsed(line: str) -> dict[str, Search]:
+    """Parse the sweeps of a seed, by policy: a line of the file of turns."""
+    return {
+        name: Search(one["begun"], [Take(**take) for take in one["takes"]]) for name, one in json.loads(line).items()
+    }
+
+
+def judged(found: Searches, quick: bool) -> Iterator[Row]:
+    """Yield the rows: values and cost of each policy, and the default against each of the others. One seed of a quick
+    run has no targets."""
+    others = [name for name in found if name != DEFAULT]
+    for figure, of in (("median", statistics.median), ("worst", max)):
+        values = {name: of([search.best for search in searches]) for name, searches in found.items()}
+        for name in others:
+            yield told(f"{name}: best validation loss, {figure}", values[name])
+        row, lowest = f"{DEFAULT}: best validation loss, {figure}", min(values[name] for name in others)
+        yield told(row, values[DEFAULT]) if quick else at_most(row, values[DEFAULT], lowest)
+    for name, searches in found.items():
+        yield told(f"{name}: tokens, median", statistics.median(search.tokens for search in searches))
+        yield told(f"{name}: complete trainings, median",
+                   statistics.median(sum(take.finished for take in search.takes) for search in searches))  # fmt: skip
+    for name in others:
+        pairs = list(zip(found[DEFAULT], found[name], strict=True))
+        yield told(f"seeds with a worse value than {name}", sum(ours.best > theirs.best for ours, theirs in pairs))
+        yield told(
+            f"seeds with a worse value than {name} for at most as many tokens",
+            sum(ours.best_within(min(ours.tokens, theirs.tokens)) > theirs.best for ours, theirs in pairs),
+        )
+
+
+def main() -> int:
+    """Run the benchmark. The exit code is 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="shorter trainings, fewer trials, one seed")
+    parser.add_argument("--task", choices=TASKS, default="support", help="rows (default: the bundled requests)")
+    parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 20; quick: 1)")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="keep finished seeds there, and continue after them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="ratchet-policies-") as folder:
+        return finish(list(judged(measure(Path(folder), given), given.quick)), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
