@@ -41,7 +41,7 @@ LEAST_RATIO = 1.5
 ALONE = "endings"
 """Task whose requests have no common prefix; its speed is reported without a target."""
 SHAPES: dict[bool, dict[str, int]] = {
-    True: {"documents": 12, "pairs": 2, "commands": 1, "prompts": 8},
+    True: {"documents": 9, "pairs": 2, "commands": 1, "prompts": 8},
     False: {"documents": 40, "pairs": 5, "commands": 3, "prompts": 24},
 }
 """Sizes by `quick`."""

@@ -114,7 +114,7 @@ def main() -> None:
     figures = sides.figures
     few, many = sides.texts[: len(whole) // 4], answers[: len(whole) // 4]
     sides.texts = few
-    moved = sum(a != b for a, b in zip(sides.ours(rows=3), many, strict=True))
+    moved = sum(a != b for a, b in zip(sides.ours(max_rows=3), many, strict=True))
     sides.texts = whole
     drawn_answers, drawn = timed(lambda: sides.ours(temperature=1.0))
     speeds = [

@@ -33,7 +33,7 @@ MIB = 2**20
 CELL_S = 900
 WAYS = ("original", "dequantized")
 SHAPES: dict[bool, dict[str, Any]] = {
-    True: {"layers": 6, "shard_bytes": 16_000_000, "pairs": 3},
+    True: {"layers": 6, "shard_bytes": 16_000_000, "pairs": 2},
     False: {"layers": 16, "shard_bytes": 32_000_000, "pairs": 5},
 }
 """Sizes by `quick`: about 200 MB in 14 files, and 480 MB in 16."""

@@ -100,7 +100,7 @@ def main() -> int:
         return finish([], given.json)
     figures: dict[str, list[Figures]] = {"ours": [], "trl-dpo": []}
     with tempfile.TemporaryDirectory(prefix="ratchet-preference-") as folder:
-        layout = build(Path(folder) / "project", given.pairs, 160 if given.quick else 480, given.threads)
+        layout = build(Path(folder) / "project", given.pairs, 120 if given.quick else 480, given.threads)
         for number in range(1 if given.quick else 3):
             for who in list(figures)[:: -1 if number % 2 else 1]:
                 one = run_cell(who, layout, given.threads)

@@ -8,24 +8,27 @@ Row = dict[str, Any]
 
 BUSY = 0.3
 """Largest accepted spread. With a larger spread, the value depends more on the machine than on the program, and the row
-is not ok."""
+is not ok, unless the value is farther from its target than FAR spreads."""
+FAR = 3.0
 
 
 def at_most(name: str, value: float, target: float, spread: float | None = None) -> Row:
     """Return a row with an upper limit."""
-    return _judged(name, value, f"<= {target:g}", value <= target, spread)
+    is_far = value * (1 + FAR * (spread or 0.0)) <= target
+    return _judged(name, value, f"<= {target:g}", value <= target, is_far, spread)
 
 
 def at_least(name: str, value: float, target: float, spread: float | None = None) -> Row:
     """Return a row with a lower limit."""
-    return _judged(name, value, f">= {target:g}", value >= target, spread)
+    is_far = value >= target * (1 + FAR * (spread or 0.0))
+    return _judged(name, value, f">= {target:g}", value >= target, is_far, spread)
 
 
-def _judged(name: str, value: float, target: str, ok: bool, spread: float | None) -> Row:
+def _judged(name: str, value: float, target: str, ok: bool, is_far: bool, spread: float | None) -> Row:
     row = {"name": name, "value": value, "target": target, "ok": ok}
     if spread is None:
         return row
-    return row | {"spread": spread, "ok": ok and spread <= BUSY}
+    return row | {"spread": spread, "ok": ok and (spread <= BUSY or is_far)}
 
 
 def count(name: str, value: int) -> Row:

@@ -10,6 +10,8 @@ is also trained while another process keeps one of the processors busy. Targets:
 
 * for either model, the number of threads that `machine.threads: 0` selects is at most 5 % slower than the other number;
 * next to a busy process, two sleeping threads are at most as slow as two spinning threads.
+
+With `--quick`, only the trainings of these targets run, each once and for fewer steps.
 """
 
 import argparse
@@ -50,9 +52,9 @@ class Bench:
     scratch: Path
 
     @classmethod
-    def of(cls, name: str, shape: TinyModelSettings, scratch: Path) -> "Bench":
+    def of(cls, name: str, shape: TinyModelSettings, scratch: Path, epochs: float) -> "Bench":
         """Create a prepared project with a base of this shape."""
-        update = {"epochs": 1, "batch_size": ROWS_OF_STEP, "validate_every_steps": 100}
+        update = {"epochs": epochs, "batch_size": ROWS_OF_STEP, "validate_every_steps": 100}
         train = SETTINGS.train.model_copy(update=update)
         settings = SETTINGS.model_copy(update={"base": Base(tiny=shape), "train": train})
         return cls(name, settings, build(scratch / name, settings=settings), scratch)
@@ -99,41 +101,47 @@ def neighbours(count: int) -> Iterator[None]:
 def main() -> int:
     """Run the benchmark. The exit code is 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="every training once, five minutes")
+    parser.add_argument("--quick", action="store_true", help="only what has a target, each once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) != THREADS:
         parser.error(f"for {THREADS} processors; here are {len(os.sched_getaffinity(0))} (taskset -c 0,1 takes two)")
     with tempfile.TemporaryDirectory(prefix="ratchet-threads-") as folder:
-        rows = measured(Path(folder).resolve(), 1 if options.quick else 3)
+        rows = measured(Path(folder).resolve(), options.quick)
     return finish(rows, options.json)
 
 
-def measured(scratch: Path, rounds: int) -> list[Row]:
+TARGETS = (
+    ("narrow", OURS, "PASSIVE", 0), ("narrow", 2, "PASSIVE", 0),
+    ("wide", 1, "PASSIVE", 0), ("wide", OURS, "PASSIVE", 0),
+    ("narrow", 2, "PASSIVE", 1), ("narrow", 2, "SPIN", 1),
+)  # fmt: skip
+"""Trainings that the targets compare: model, number of threads, how they wait, and number of busy processes."""
+OTHERS = (("narrow", 2, "SPIN", 0), ("wide", 2, "SPIN", 0), ("narrow", OURS, "PASSIVE", 1))
+
+
+def measured(scratch: Path, quick: bool) -> list[Row]:
     """Measure all kinds of training in turns, and return all rows."""
-    narrow, wide = Bench.of("narrow", SHAPE, scratch), Bench.of("wide", WIDE, scratch)
-    found: dict[tuple[str, int, str, int], list[float]] = {}
+    epochs, rounds, kinds = (0.75, 1, TARGETS) if quick else (1, 3, TARGETS + OTHERS)
+    benches = {name: Bench.of(name, shape, scratch, epochs) for name, shape in (("narrow", SHAPE), ("wide", WIDE))}
+    found: dict[tuple[str, int, str, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds):
-        for bench, threads, waiting, busy in (
-            (narrow, OURS, "PASSIVE", 0), (narrow, 2, "PASSIVE", 0), (narrow, 2, "SPIN", 0),
-            (wide, 1, "PASSIVE", 0), (wide, OURS, "PASSIVE", 0), (wide, 2, "SPIN", 0),
-            (narrow, OURS, "PASSIVE", 1), (narrow, 2, "PASSIVE", 1), (narrow, 2, "SPIN", 1),
-        ):  # fmt: skip
-            key = (bench.name, threads, waiting, busy)
-            found.setdefault(key, []).append(bench.step_s(number, threads, waiting, busy))
-    ours, two, spin = (found["narrow", *kind, 0] for kind in ((OURS, "PASSIVE"), (2, "PASSIVE"), (2, "SPIN")))
-    wide_ours, one, wide_spin = (found["wide", *kind, 0] for kind in ((OURS, "PASSIVE"), (1, "PASSIVE"), (2, "SPIN")))
-    beside, sleeping, spinning = (
-        found["narrow", *kind, 1] for kind in ((OURS, "PASSIVE"), (2, "PASSIVE"), (2, "SPIN"))
-    )
-    return [
+        for kind in kinds:
+            found[kind].append(benches[kind[0]].step_s(number, *kind[1:]))
+    ours, two, one, wide_ours, sleeping, spinning = (found[kind] for kind in TARGETS)
+    rows = [
         at_most(f"width {SHAPE.hidden_size}: as many threads as ours / two", ratio(ours, two)[0], MOST),
-        told(f"width {SHAPE.hidden_size}: as many threads as ours / two that spin", *ratio(ours, spin)),
         at_most(f"width {WIDE.hidden_size}: as many threads as ours / one", ratio(wide_ours, one)[0], MOST),
-        told(f"width {WIDE.hidden_size}: as many threads as ours / two that spin", *ratio(wide_ours, wide_spin)),
         at_most("with a busy process, two threads: sleeping / spinning", ratio(sleeping, spinning)[0], 1.0),
-        told("with a busy process: as many threads as ours / two that sleep", *ratio(beside, sleeping)),
     ]
+    if not quick:
+        spin, wide_spin, beside = (found[kind] for kind in OTHERS)
+        rows += [
+            told(f"width {SHAPE.hidden_size}: as many threads as ours / two that spin", *ratio(ours, spin)),
+            told(f"width {WIDE.hidden_size}: as many threads as ours / two that spin", *ratio(wide_ours, wide_spin)),
+            told("with a busy process: as many threads as ours / two that sleep", *ratio(beside, sleeping)),
+        ]
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Data types of the data pipeline: conversations, source rows, and encoded conversations."""
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,10 +168,8 @@ class EncodedConversation:
     @property
     def answer_count(self) -> int:
         """Number of contiguous runs of trained positions."""
-        is_trained = [label != IGNORE_INDEX for label in self.labels]
-        return sum(
-            current and not previous for previous, current in zip([False, *is_trained], is_trained, strict=False)
-        )
+        is_trained = list(map(IGNORE_INDEX.__ne__, self.labels))
+        return sum(map(operator.gt, is_trained, [False, *is_trained]))
 
     @property
     def trained_tokens(self) -> int:

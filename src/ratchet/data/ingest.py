@@ -7,8 +7,9 @@ of all rows that the later selection needs (hashes, lengths, splits); the select
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,17 @@ MAX_CATEGORIES = 1000
 """Maximum number of different values of a field that is used as a category."""
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows that are encoded in a thread."""
+
+    rows: Sequence[tuple[SourceRow, int]]
+    """Each with its index in the split assigner."""
+    conversations: list[Conversation]
+    encoding: Future[list[EncodedConversation | RefusedConversation]]
+    """All conversations; then, for pairs, all conversations with the rejected answer."""
+
+
 class RowIngestion:
     """Ingestion of the rows of all sources; the results are in `accepted`, `split_assigner` and `ledger`.
 
@@ -82,6 +94,7 @@ class RowIngestion:
         self._first_preference = ""  # position of that row
         self.quality = QualityChecks(settings)
         self.encoder = ConversationEncoder(tokenizer, "last" if settings.task == "preferences" else settings.turns)
+        self._executor = ThreadPoolExecutor(max_workers=1)
         searches_near_duplicates = settings.deduplication.jaccard_threshold is not None
         self.signatures = deduplication.MinHashSignatures(settings.deduplication) if searches_near_duplicates else None
         bands = [(str(band), "u8") for band in range(self.signatures.bands)] if self.signatures else []
@@ -118,10 +131,18 @@ class RowIngestion:
         Raises DataError if a source or the template cannot be used, or a row is too long and prepare.too_long is
         `raise`.
         """
-        with ThreadPoolExecutor(max_workers=1) as executor:  # encoding is mostly Rust, which releases the GIL
+        previous: _Chunk | None = None
+        try:  # encoding is mostly Rust, which releases the GIL: the next chunk is encoded while one is added
             while chunk := list(islice(rows, CHUNK_ROWS)):
                 usable = [self._check_row(item) for item in chunk]
-                self._ingest_chunk([pair for pair in usable if pair is not None], executor)
+                begun = self._begin_chunk([pair for pair in usable if pair is not None])
+                if previous is not None:
+                    self._add_chunk(previous)
+                previous = begun
+            if previous is not None:
+                self._add_chunk(previous)
+        finally:
+            self._executor.shutdown(cancel_futures=True)
 
     def _check_row(self, item: SourceRow | MalformedRecord) -> tuple[SourceRow, int] | None:
         """Return a usable row with its index in the split assigner; None if the row was recorded as dropped."""
@@ -193,23 +214,31 @@ class RowIngestion:
             return f"{name}: {reason}"
         return None
 
-    def _ingest_chunk(self, pairs: Sequence[tuple[SourceRow, int]], executor: ThreadPoolExecutor) -> None:
-        """Encode and spool rows, each given with its index in the split assigner."""
-        conversations = [row.conversation for row, _ in pairs]
+    def _begin_chunk(self, rows: Sequence[tuple[SourceRow, int]]) -> _Chunk:
+        """Begin to encode rows, each given with its index in the split assigner."""
+        conversations = [row.conversation for row, _ in rows]
         if self.settings.system == "merge":
             conversations = list(map(tokenization.merge_system_messages, conversations))
-        for conversation in conversations:
+        places = [(row.where, conversation) for (row, _), conversation in zip(rows, conversations, strict=True)]
+        encoding = self._executor.submit(self._encode, places)
+        return _Chunk(rows, conversations, encoding)
+
+    def _encode(self, places: Sequence[tuple[str, Conversation]]) -> list[EncodedConversation | RefusedConversation]:
+        """Encode conversations, each given with its position. Only the executor's thread uses the encoder."""
+        for _, conversation in places:
             self.encoder.note_omissions(conversation)
-        places = [(row.where, conversation) for (row, _), conversation in zip(pairs, conversations, strict=True)]
-        if self.has_pairs:
-            places += [(where, conversation.with_rejected) for where, conversation in places]
-        encoding = executor.submit(self.encoder.encode, places)
+        rejected = [(where, conversation.with_rejected) for where, conversation in places] if self.has_pairs else []
+        return self.encoder.encode([*places, *rejected])
+
+    def _add_chunk(self, chunk: _Chunk) -> None:
+        """Spool the rows of a chunk that can be used, and record the others as dropped."""
+        pairs, conversations = chunk.rows, chunk.conversations
         texts = [conversation.text for conversation in conversations]
         bands = self.signatures.band_keys(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
         matches = [self.benchmarks.matches(text) for text in texts] if self.benchmarks else [[] for _ in texts]
         first, samples = len(self.accepted), []
         kept: list[int] = []
-        encoded_answers = encoding.result()
+        encoded_answers = chunk.encoding.result()
         for k, encoded in enumerate(encoded_answers[: len(pairs)]):
             row, split_index = pairs[k]
             conversation, final = self._apply_limits(row.where, conversations[k], encoded)
@@ -286,7 +315,9 @@ class RowIngestion:
             case "truncate_prompt" | "truncate_both" as too_long:
                 cut: Literal["prompt", "both"] = "prompt" if too_long == "truncate_prompt" else "both"
                 detail = f"{length:,} tokens, and without the texts that may be cut more than {max_tokens:,}"
-                shortened = self.encoder.shorten(where, conversation, length, max_tokens, cut)
+                shortened = self._executor.submit(
+                    self.encoder.shorten, where, conversation, length, max_tokens, cut
+                ).result()
                 return shortened or (conversation, RefusedConversation("too_long", detail))
 
 
@@ -312,6 +343,11 @@ _ACCEPTED = np.dtype(
 - `is_desirable`: false if the answer is labelled undesirable.
 - `from_teacher`: whether the row is an answer of a teacher.
 """
+
+
+@lru_cache(maxsize=1024)  # most rows have no fields
+def _hash_fields(group: str | None, fields: str) -> int:
+    return int(digests.hash_json([group, fields])[:16], 16)
 
 
 class IngestedRows:
@@ -344,7 +380,7 @@ class IngestedRows:
                 self.leaks[match.benchmark].append(f"{row.where}: {match.words}")
         self.values.add(
             id=int(sample.id, 16),
-            field_hash=int(digests.hash_json([sample.group, sample.fields])[:16], 16),
+            field_hash=_hash_fields(sample.group, sample.fields),
             length=len(sample.encoded.input_ids),
             trained_tokens=sample.encoded.trained_tokens,
             rejected_tokens=0 if sample.rejected is None else sample.rejected.trained_tokens,

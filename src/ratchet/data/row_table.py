@@ -5,7 +5,7 @@ import struct
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,14 +92,19 @@ class TextSpool:
         self._ends = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
         self._end = 0
         self._ends.write(_END.pack(0))
+        self._pending: list[bytes] = []
 
     def add(self, texts: Iterable[str]) -> None:
         """Append the texts of the next rows."""
-        for text in texts:
-            data = text.encode()
-            self._texts.write(data)
-            self._end += len(data)
-            self._ends.write(_END.pack(self._end))
+        self._pending += map(str.encode, texts)
+        if len(self._pending) >= BLOCK_ROWS:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        self._texts.write(b"".join(self._pending))
+        ends = [*accumulate(map(len, self._pending), initial=self._end)]
+        self._ends.write(struct.pack(f"<{len(self._pending)}q", *ends[1:]))
+        self._end, self._pending = ends[-1], []
 
     def close(self) -> None:
         """Delete the temporary files."""
@@ -107,6 +112,7 @@ class TextSpool:
         self._ends.close()
 
     def __getitem__(self, row: int) -> str:
+        self._write_pending()
         self._ends.seek(row * _END.size)
         (start,), (end,) = _END.iter_unpack(self._ends.read(2 * _END.size))
         self._ends.seek(0, 2)

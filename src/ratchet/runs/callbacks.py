@@ -33,7 +33,8 @@ class RunCallback(Protocol):
     its start-up would compete with the start-up of the worker (MLflow: 2 s of a CPU). Afterwards it is called every
     DEFERRED_POLL_S.
 
-    A callback with an attribute `offset` receives no events before that byte of the journal.
+    A callback with an attribute `offset` receives no events before that byte of the journal. One with an attribute
+    `poll_s` is called at this interval in seconds instead of POLL_S.
     """
 
     name: str
@@ -67,7 +68,7 @@ class _CallbackThread(threading.Thread):
         self._pending: list[JournalEvent] = []
         self._is_failure_reported = False
         self._waits = bool(getattr(callback, "is_deferred", False))
-        self._poll_s = DEFERRED_POLL_S if self._waits else POLL_S
+        self._poll_s: float = DEFERRED_POLL_S if self._waits else getattr(callback, "poll_s", POLL_S)
 
     def end(self, status: Status) -> None:
         """Ask the thread to pass on the remaining events, and then to call `on_end` with this status."""
