@@ -67,7 +67,7 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("train", 290),
+    Benchmark("train", 280),
     Benchmark("evaluate", 160),
     Benchmark("waiting", 130),
     Benchmark("growth", 150, arguments=("--picture", "docs/growth"), is_quick=False),
@@ -81,7 +81,7 @@ BENCHMARKS = (
     Benchmark("preference", 130),
     Benchmark("generate", 130),
     Benchmark("threads", 100),
-    Benchmark("distill", 180),
+    Benchmark("distill", 170),
     Benchmark("callbacks", 150, is_quick=False),
     Benchmark("compare", 12),
     # The parts `peer` and `inside` take as long again; only the full mode runs them.
@@ -145,7 +145,8 @@ def read(target: Path, code: int | None, lines: Sequence[str]) -> tuple[dict[str
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the file is missing or incomplete
         last = next((line for line in reversed(lines) if line.strip()), "nothing was printed")
-        return {}, f"exit code {code}: {last.strip().replace(f'{ROOT}/', '')}"
+        text = last.strip().replace(f"{ROOT}/", "").replace(sys.executable, "python")
+        return {}, f"exit code {code}: {text}"
     explained = code == 0 or any(not row["ok"] for row in found["rows"])
     return found, "" if explained else f"exit code {code} though all rows are ok"
 

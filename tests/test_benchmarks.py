@@ -107,6 +107,25 @@ def test_failures_and_what_was_skipped_are_in_table_and_summary(module: Module) 
 
 
 @pytest.mark.parametrize(
+    ("value", "target", "spread", "verdict"),
+    [
+        (1.0, 2.0, 0.1, "ok"),
+        (1.0, 1.5, 0.4, "NOT OK: the machine is busy"),
+        (1.0, 20.0, 0.4, "ok"),  # farther from the target than three spreads
+        (3.0, 2.0, 0.1, "NOT OK"),
+        (3.0, 2.0, 0.4, "NOT OK: the machine is busy"),
+        (1.0, 2.0, None, "ok"),
+    ],
+)
+def test_a_wide_spread_spoils_a_row_near_its_target(
+    module: Module, value: float, target: float, spread: float | None, verdict: str
+) -> None:
+    rows, report = module("report_rows"), module("report")
+    assert report.verdict(rows.at_most("s", value, target, spread)) == verdict
+    assert report.verdict(rows.at_least("rows/s", target, value, spread)) == verdict
+
+
+@pytest.mark.parametrize(
     ("name", "landed", "value", "target", "spread", "is_worse"),
     [
         ("ours / peer", 2.0, 1.89, ">= 1", None, True),

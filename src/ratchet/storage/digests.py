@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,8 @@ def hash_tree(root: Path, names: Iterable[str]) -> str:
 @lru_cache(maxsize=1)
 def code_version() -> str:
     """Return a version such as `0.1.0+3f2a91c0`. Equal strings mean equal code, committed or not."""
+    from importlib.metadata import version  # takes 15 ms, and most commands need no version
+
     root = Path(__file__).parents[1]
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     return f"{version(DISTRIBUTION)}+{hash_tree(root, names)[:8]}"
