@@ -4,13 +4,14 @@
     python benchmarks/sweep_policies.py [--quick] [--task TASK] [--data DIR] [--seeds N] [--turns FILE] [--json FILE]
 
 Rows, base, space, budget and start are those of benchmarks/sweep.py, and the samplers and pruners are those of
-benchmarks/sweep_curves.py. For each seed, every policy runs `ratchet sweep` once, in a project of its own, one after
-the other. All trainings have the same seed and the same order of the rows, so the policies minimise one function.
+benchmarks/sweep_curves.py. Trainings are shorter (EPOCHS), because there are four sweeps for each seed. Every policy
+runs `ratchet sweep` once for each seed, in a project of its own, one after the other. All trainings have the same seed
+and the same order of the rows, so the policies minimise one function.
 
 The targets are for freeze-thaw, the default: its median of the best values is at most the lowest of the other policies'
 medians, and its worst value at most the lowest of their worst values.
 
-All sweeps of a task take hours. With `--turns FILE`, the sweeps of each finished seed are kept there, and the same
+All sweeps of a task take two hours. With `--turns FILE`, the sweeps of each finished seed are kept there, and the same
 command continues after the last one.
 """
 
@@ -35,13 +36,14 @@ from sweep_curves import FREEZE_THAW, POLICIES
 Searches = Mapping[str, Sequence[Search]]
 """The sweeps of each policy, by seed."""
 
+EPOCHS = 0.4
 DEFAULT = next(policy.name for policy in POLICIES if policy.pruner == FREEZE_THAW)
 
 
 def measure(work: Path, given: argparse.Namespace) -> Searches:
     """Run a sweep with each policy and each seed, and print one line for each."""
-    shape, kept = SHAPES[given.quick], given.turns
-    shape = replace(shape, samplers=tuple(range(given.seeds or (1 if given.quick else 20))))
+    kept, seeds = given.turns, given.seeds or (1 if given.quick else 20)
+    shape = replace(SHAPES[given.quick], epochs=EPOCHS, samplers=tuple(range(seeds)))
     done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
     turns = [parsed(line) for line in done]
     made, settings = build(work / "made", shape, TASKS[given.task], given.data)
@@ -96,7 +98,7 @@ def judged(found: Searches, quick: bool) -> Iterator[Row]:
 def main() -> int:
     """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="shorter trainings, fewer trials, one seed")
+    parser.add_argument("--quick", action="store_true", help="fewer trials, one seed")
     parser.add_argument("--task", choices=TASKS, default="support", help="rows (default: the bundled requests)")
     parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 20; quick: 1)")
