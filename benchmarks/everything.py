@@ -79,9 +79,9 @@ BENCHMARKS = (
     Benchmark("sweep_curves", 60),
     Benchmark("together", 130, is_quick=False),
     Benchmark("preference", 130),
-    Benchmark("generate", 130),
-    Benchmark("threads", 100),
-    Benchmark("distill", 170),
+    Benchmark("generate", 100),
+    Benchmark("threads", 130),
+    Benchmark("distill", 500, is_quick=False),
     Benchmark("callbacks", 150, is_quick=False),
     Benchmark("compare", 12),
     # The parts `peer` and `inside` take as long again; only the full mode runs them.

@@ -38,7 +38,7 @@ THREADS = 2
 OURS = 0
 """The number of threads that `machine.threads: 0` selects."""
 MOST = 1.05
-WARM_STEPS = 3
+WARM_STEPS = 2
 WIDE = SHAPE.model_copy(update={"hidden_size": 1024, "intermediate_size": 2048, "layers": 2})
 
 
@@ -122,7 +122,7 @@ OTHERS = (("narrow", 2, "SPIN", 0), ("wide", 2, "SPIN", 0), ("narrow", OURS, "PA
 
 def measured(scratch: Path, quick: bool) -> list[Row]:
     """Measure all kinds of training in turns, and return all rows."""
-    epochs, rounds, kinds = (0.75, 1, TARGETS) if quick else (1, 3, TARGETS + OTHERS)
+    epochs, rounds, kinds = (0.5, 1, TARGETS) if quick else (1, 3, TARGETS + OTHERS)
     benches = {name: Bench.of(name, shape, scratch, epochs) for name, shape in (("narrow", SHAPE), ("wide", WIDE))}
     found: dict[tuple[str, int, str, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds):

@@ -123,6 +123,7 @@ class ConsoleCallback:
     """
 
     name = "console"
+    poll_s = 0.1  # it draws twice a second
 
     def __init__(
         self,
