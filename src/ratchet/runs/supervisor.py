@@ -426,7 +426,7 @@ class JournalLogCallback:
     """Callback that writes events from now on to a log. Earlier events were logged when they occurred."""
 
     name = "log"
-    poll_s = 0.5  # nobody waits for a line, and reading each step at once costs a third of the supervisor's time
+    poll_s = 0.5  # reading each step at once costs a third of the supervisor's time
 
     def __init__(self, log: JsonLog, journal: Path) -> None:
         self._log, self._journal = log, journal
