@@ -13,8 +13,6 @@ few labels, and prompts without labels. There are four students; all else is equ
   `ratchet select`);
 - `both`: learns from the rows of `answers`, with the teacher's probabilities.
 
-With `--quick`, there are only `alone` and `both`.
-
 Each student uses the learning rate of `rates` that gave its first seed the lowest validation loss, and keeps the
 checkpoint with the lowest validation loss. Intervals are paired over rows and seeds (quality_gate/finalists.py). The
 sizes and the values of DISTILL, SAMPLES and AGREEMENT were chosen on validation rows (`--validation` judges on them);
@@ -84,7 +82,6 @@ ARMS: dict[str, tuple[str, DistillSettings | None]] = {
     "both": ("distilled", DISTILL),
 }
 """For each student: the name of its rows, and the teacher's probabilities, if it uses them."""
-QUICK_ARMS = ("alone", "both")
 COMPARED = (
     Compared("probabilities", "alone", ("loss",)),
     Compared("answers", "alone", ("accuracy", "loss")),
@@ -114,8 +111,6 @@ class Size:
     """Optimizer steps of each student."""
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
-    arms: tuple[str, ...]
-    """Students that are trained: names of ARMS."""
 
 
 SIZES = {
@@ -123,12 +118,12 @@ SIZES = {
         160, 1000, 150,
         TinyModelSettings(vocab_size=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
         TinyModelSettings(vocab_size=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
-        9, 300, (1e-3, 3e-3), (0, 1, 2), QUICK_ARMS,
+        9, 300, (1e-3, 3e-3), (0, 1, 2),
     ),
     False: Size(
         200, 1600, 200,
         TinyModelSettings(layers=4), TinyModelSettings(hidden_size=128, intermediate_size=256, layers=2, steps=400),
-        9, 500, (1e-3, 3e-3), (0, 1, 2, 3, 4), tuple(ARMS),
+        9, 500, (1e-3, 3e-3), (0, 1, 2, 3, 4),
     ),
 }  # fmt: skip
 """Sizes by `quick`."""
@@ -206,7 +201,7 @@ def measure(there: DistilledProjects, judged: Split) -> list[Row]:
     found = {"teacher": [scores(there.teacher, rows[judged])]}
     models = {"teacher": there.teacher}
     print(f"teacher: {found['teacher'][0].accuracy:.3f} right of {judged}", flush=True)
-    for arm in size.arms:
+    for arm in ARMS:
         losses = {
             rate: scores(student(there, arm, rate, size.seeds[0]), rows["validation"]).loss for rate in size.rates
         }
@@ -241,8 +236,7 @@ def gains(found: dict[str, list[Scores]], rows: TokenRows) -> Iterator[Row]:
         values = {who: [one.right if tokens_of is None else one.nats for one in all_] for who, all_ in found.items()}
         yield from means(what, values, tokens_of)
         for pair in COMPARED:
-            if {pair.first, pair.second} <= values.keys():
-                yield from compared(what, values, pair, tokens_of)
+            yield from compared(what, values, pair, tokens_of)
 
 
 def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
@@ -260,7 +254,7 @@ def costs(there: DistilledProjects, models: dict[str, Model]) -> Iterator[Row]:
 def main() -> int:
     """Run the benchmark. The exit code is 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller models, fewer rows, two students: minutes")
+    parser.add_argument("--quick", action="store_true", help="smaller models, fewer rows: minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this folder, keep and reuse it")
     parser.add_argument("--validation", action="store_true", help="judge by validation rows: to choose settings")

@@ -46,7 +46,7 @@ from curves_record import BASE, TASKS, Task, copy_rows
 from report import finish
 from report_rows import Row, at_least, at_most, count, told
 from small_project import linked, run_first_stages, train_supervised
-from sweep_account import Search, Take, takes
+from sweep_account import Search, Take, keep_turn, read_turns, takes
 
 from ratchet.config.machine import Machine
 from ratchet.config.prepare import Prepare
@@ -219,14 +219,13 @@ class Found:
 
 def measure(work: Path, shape: Shape, given: argparse.Namespace, server: ForkServer) -> Found:
     """Run grid, sweeps and peers in turns. `server` starts the trainings of the grid, without imports for each."""
-    found, kept = Found(), given.turns
-    done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
-    for line in done:
-        add(found, json.loads(line))
+    found, done = Found(), read_turns(given.turns)
+    for turn in done:
+        add(found, turn)
     made, settings = build(work / "made", shape, TASKS[given.task], given.data)
     grid, turns = project(made, work / "grid", settings), len(shape.samplers)
-    for turn, seed in list(enumerate(shape.samplers))[len(done) :]:
-        cells = [(*one, asdict(cell(grid, settings, server, one))) for one in shape.cells[turn::turns]]
+    for number, seed in list(enumerate(shape.samplers))[len(done) :]:
+        cells = [(*one, asdict(cell(grid, settings, server, one))) for one in shape.cells[number::turns]]
         chosen = settings.sweep.model_copy(update={"sampler": SamplerSettings(seed=seed)})
         layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
         before = identities(layout)
@@ -242,9 +241,7 @@ def measure(work: Path, shape: Shape, given: argparse.Namespace, server: ForkSer
             "peer": asdict(theirs), "made_again": made_again,
         }  # fmt: skip
         add(found, measured)
-        if kept:
-            with kept.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(measured) + "\n")
+        keep_turn(given.turns, measured)
     found.again = [cell(grid, settings, server, found.best, seed) for seed in shape.seeds]
     return found
 
@@ -255,7 +252,7 @@ def add(found: Found, turn: dict[str, Any]) -> None:
     found.reports.append(SweepReport.model_validate(turn["report"]))
     found.made_again += turn["made_again"]
     for searches, name in ((found.sweeps, "sweep"), (found.peers, "peer")):
-        searches.append(Search(turn[name]["begun"], [Take(**take) for take in turn[name]["takes"]]))
+        searches.append(Search.from_json(turn[name]))
 
 
 def planned_steps(grid: ProjectLayout) -> int:
@@ -352,16 +349,29 @@ def _middle(values: Iterable[float]) -> float:
     return statistics.median(list(values))
 
 
-def main() -> int:
-    """Run the benchmark. The exit code is 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller grid, shorter trainings, one sampler seed")
+def make_parser(doc: str | None, quick: str, seeds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of a benchmark of sweeps.
+
+    Args:
+        doc: docstring of the benchmark; its first line is shown.
+        quick: what a quick run has.
+        seeds: default number of seeds.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--task", choices=TASKS, default="support", help="rows (default: the bundled requests)")
     parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
-    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 10; quick: 1)")
-    parser.add_argument("--equal-tokens", action="store_true", help="end Optuna's loop after the tokens of the sweep")
+    parser.add_argument("--seeds", type=int, metavar="N", help=f"seeds of the samplers (default: {seeds}; quick: 1)")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="keep finished turns there, and continue after them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    return parser
+
+
+def main() -> int:
+    """Run the benchmark. The exit code is 1 if a target is missed."""
+    seeds = len(SHAPES[False].samplers)
+    parser = make_parser(__doc__, "a smaller grid, shorter trainings, one sampler seed", seeds)
+    parser.add_argument("--equal-tokens", action="store_true", help="end Optuna's loop after the tokens of the sweep")
     given = parser.parse_args()
     shape = SHAPES[given.quick]
     if given.seeds is not None:

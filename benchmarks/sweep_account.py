@@ -1,10 +1,12 @@
 """Counts trained tokens, times and values of searches for benchmarks/sweep.py."""
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from ratchet.runs.journal import JournalReader, ReplayFilter
 
@@ -40,6 +42,11 @@ class Search:
     begun: float
     """Unix time of the command in seconds."""
     takes: Sequence[Take]
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """Return a search that `asdict` wrote."""
+        return cls(given["begun"], [Take(**take) for take in given["takes"]])
 
     @property
     def tokens(self) -> int:
@@ -79,6 +86,19 @@ class Search:
             for before, after in itertools.pairwise(self.takes)
             if math.isfinite(after.first_step_ended)
         ]
+
+
+def read_turns(kept: Path | None) -> list[dict[str, Any]]:
+    """Return the finished turns in a file; none without a file."""
+    done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
+    return [json.loads(line) for line in done]
+
+
+def keep_turn(kept: Path | None, turn: Mapping[str, Any]) -> None:
+    """Append a finished turn to a file, if there is one."""
+    if kept:
+        with kept.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(turn) + "\n")
 
 
 def takes(journal: Path) -> list[Take]:

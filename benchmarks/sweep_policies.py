@@ -16,7 +16,6 @@ command continues after the last one.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -29,25 +28,25 @@ from pathlib import Path
 from curves_record import TASKS
 from report import finish
 from report_rows import Row, at_most, told
-from sweep import ENVIRONMENT, SHAPES, build, project, sweep
-from sweep_account import Search, Take
+from sweep import ENVIRONMENT, SHAPES, build, make_parser, project, sweep
+from sweep_account import Search, keep_turn, read_turns
 from sweep_curves import FREEZE_THAW, POLICIES
 
 Searches = Mapping[str, Sequence[Search]]
 """The sweeps of each policy, by seed."""
 
 EPOCHS = 0.4
+SEEDS = 20
 DEFAULT = next(policy.name for policy in POLICIES if policy.pruner == FREEZE_THAW)
 
 
 def measure(work: Path, given: argparse.Namespace) -> Searches:
     """Run a sweep with each policy and each seed, and print one line for each."""
-    kept, seeds = given.turns, given.seeds or (1 if given.quick else 20)
+    seeds = given.seeds or (1 if given.quick else SEEDS)
     shape = replace(SHAPES[given.quick], epochs=EPOCHS, samplers=tuple(range(seeds)))
-    done = kept.read_text(encoding="utf-8").splitlines() if kept and kept.exists() else []
-    turns = [parsed(line) for line in done]
+    turns = [{name: Search.from_json(one) for name, one in turn.items()} for turn in read_turns(given.turns)]
     made, settings = build(work / "made", shape, TASKS[given.task], given.data)
-    for seed in shape.samplers[len(done) :]:
+    for seed in shape.samplers[len(turns) :]:
         turn = {}
         for policy in POLICIES:
             sampler = policy.sampler.model_copy(update={"seed": seed})
@@ -59,17 +58,8 @@ def measure(work: Path, given: argparse.Namespace) -> Searches:
             print(f"{policy.name:15} seed {seed:2}: {one.best:.4f}, {one.tokens:,} tokens, {len(one.takes)} trainings, "
                   f"{one.seconds:.1f} s", flush=True)  # fmt: skip
         turns.append(turn)
-        if kept:
-            with kept.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({name: asdict(one) for name, one in turn.items()}) + "\n")
+        keep_turn(given.turns, {name: asdict(one) for name, one in turn.items()})
     return {policy.name: [turn[policy.name] for turn in turns] for policy in POLICIES}
-
-
-def parsed(line: str) -> dict[str, Search]:
-    """Parse the sweeps of a seed, by policy: a line of the file of turns."""
-    return {
-        name: Search(one["begun"], [Take(**take) for take in one["takes"]]) for name, one in json.loads(line).items()
-    }
 
 
 def judged(found: Searches, quick: bool) -> Iterator[Row]:
@@ -97,14 +87,7 @@ def judged(found: Searches, quick: bool) -> Iterator[Row]:
 
 def main() -> int:
     """Run the benchmark. The exit code is 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer trials, one seed")
-    parser.add_argument("--task", choices=TASKS, default="support", help="rows (default: the bundled requests)")
-    parser.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with the task's file")
-    parser.add_argument("--seeds", type=int, metavar="N", help="seeds of the samplers (default: 20; quick: 1)")
-    parser.add_argument("--turns", type=Path, metavar="FILE", help="keep finished seeds there, and continue after them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    given = parser.parse_args()
+    given = make_parser(__doc__, "fewer trials, one seed", SEEDS).parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="ratchet-policies-") as folder:
         return finish(list(judged(measure(Path(folder), given), given.quick)), given.json)

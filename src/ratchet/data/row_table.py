@@ -101,6 +101,8 @@ class TextSpool:
             self._write_pending()
 
     def _write_pending(self) -> None:
+        if not self._pending:
+            return
         self._texts.write(b"".join(self._pending))
         ends = [*accumulate(map(len, self._pending), initial=self._end)]
         self._ends.write(struct.pack(f"<{len(self._pending)}q", *ends[1:]))
