@@ -5,7 +5,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
-from ratchet.http_client import format_attempts
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
@@ -69,6 +68,8 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
 
 def format_delivery(delivery: "HookDelivery") -> str:
     """Format the delivery to a hook, or a warning with the command that tries again."""
+    from ratchet.http_client import format_attempts
+
     if delivery.is_delivered:
         return f"{delivery.hook}: delivered ({delivery.detail})"
     return (

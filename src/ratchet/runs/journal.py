@@ -214,8 +214,10 @@ class JournalReader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                event, is_damaged = parse_line(line)
-                self.damaged_lines += is_damaged
+                event = _parse_event(line)
+                if event is None:
+                    event, is_damaged = parse_line(line)
+                    self.damaged_lines += is_damaged
                 if event is not None:
                     yield event
 
@@ -257,15 +259,17 @@ def parse_line(line: bytes) -> tuple[JournalEvent | None, bool]:
 
 
 def _parse_event(line: bytes) -> JournalEvent | None:
-    """Return the event of a line, or None. Uses pydantic's parser, which is five times as fast as `json`, because a
+    """Return the event of a line, or None. Uses pydantic's parser, which is four times as fast as `json`, because a
     command may read 100,000 lines while the user waits."""
     try:
         try:
             raw = from_json(line)
         except ValueError:  # `from_json` rejects a little more than `json`: lone surrogates, 200 nested brackets
             raw = json.loads(line)
-        t = float(raw.pop("t"))
-        return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
+        kind, t, attempt = raw.pop("event"), raw.pop("t"), raw.pop("attempt")
+        if type(t) is not float or type(attempt) is not int or type(kind) is not str:
+            kind, t, attempt = str(kind), float(t), int(attempt)
+        return tuple.__new__(JournalEvent, (kind, t, attempt, raw)) if -math.inf < t < math.inf else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -283,7 +287,7 @@ class ReplayFilter:
     def is_new(self, event: JournalEvent) -> bool:
         """Return whether the event is the first of its step or validation. A step or validation without a number is
         never new."""
-        kind = "step" if event.kind == "step_skipped" else event.kind
+        kind = event.kind if event.kind != "step_skipped" else "step"
         last = self._last.get(kind)
         if last is None:
             return True

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-import psutil
-
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.runs.worker_process import WorkerProcess
 
@@ -161,6 +159,8 @@ def die_with_starter(number: int) -> None:
     """
     die_with_parent(number)
     # The parent may have ended, and then the signal is on its way; or this machine does not let us see or watch it.
+    import psutil
+
     with contextlib.suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid())
         starter = parent.ppid()

@@ -170,15 +170,14 @@ class RunProgress:
                 data = event.data
                 self.last_t = event.t
                 is_new = self._replay.is_new(event)
-                self.step, self.loss, self.learning_rate = (
-                    int(data["step"]),
-                    float(data["loss"]),
-                    float(data["learning_rate"]),
-                )
-                self._recent.append((float(data["step_s"]), int(data["input_tokens"]), int(data["trained_tokens"])))
-                self.trained_tokens += data["trained_tokens"] if is_new else 0
-                self.train_s += data["step_s"]
+                self.step = int(data["step"])
+                self.loss, self.learning_rate = float(data["loss"]), float(data["learning_rate"])
+                seconds, tokens = float(data["step_s"]), int(data["trained_tokens"])
+                self._recent.append((seconds, int(data["input_tokens"]), tokens))
                 self._reached_step = self.step
+                self.train_s += seconds
+                if is_new:
+                    self.trained_tokens += tokens
             else:
                 self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

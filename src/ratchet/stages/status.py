@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ratchet.config.machine import Machine
 from ratchet.config.units import format_duration
@@ -11,11 +11,12 @@ from ratchet.runs import status as run_status
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalReader
 from ratchet.runs.progress_view import ProgressView, create_view, is_generation
-from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.remote_status import RemoteRunStatus
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Champion, read_champion
+
+if TYPE_CHECKING:
+    from ratchet.runs.replication.remote_status import RemoteRunStatus
 
 
 class RunStatus(Record):
@@ -182,6 +183,8 @@ def replica_status(machine: Machine, replica: str | bool, run: str | None = None
         DataError: no run has this id, or several do.
         ReplicaError: the replica cannot be reached.
     """
+    from ratchet.runs.replication import remote_status
+
     store, run = remote_status.resolve_replica(machine, replica, run)
     if run is not None:
         remote_run = remote_status.read_remote_run(store, remote_status.find_remote_run(store, run))
@@ -193,7 +196,7 @@ def replica_status(machine: Machine, replica: str | bool, run: str | None = None
     )
 
 
-def build_replica_status(run: RemoteRunStatus, description: str) -> ReplicaRunStatus:
+def build_replica_status(run: "RemoteRunStatus", description: str) -> ReplicaRunStatus:
     """Build the record of a run in a replica."""
     progress, holder = run.progress, run.state.holder
     return ReplicaRunStatus(
