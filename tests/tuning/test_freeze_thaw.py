@@ -178,7 +178,7 @@ def test_a_search_finds_the_best_values_for_a_small_share_of_the_work(seed: int)
 def test_validations_that_are_reported_again_reach_no_rung() -> None:
     first = trained(0, GOOD, 200)
     continued = trained(1, GOOD, 0, "running", continues=0)
-    for rows, reaches in ((100, False), (200, False), (300, False), (400, True), (500, False), (800, True)):
+    for rows, reaches in ((100, False), (200, False), (300, True), (400, True), (500, False), (600, True), (800, True)):
         continued = continued.model_copy(update={"curve": losses(GOOD, rows)})
         assert has_reached_rung(FIRST_RUNG, [first, continued], continued, LONGEST) is reaches
     taken_over = continued.model_copy(update={"curve": losses(GOOD, 400)})

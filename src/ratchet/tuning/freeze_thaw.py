@@ -29,12 +29,13 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT = 0.005
+MIN_IMPROVEMENT = 0.01
 """Expected improvement below which a paused training is continued only for the final round, in standard deviations of
 all losses (as logarithms): where losses differ little, small improvements count."""
 
-RUNG_FACTOR = 2
-"""Each rung is at this many times the rows of the rung before it."""
+RUNG_FACTOR = 1.5
+"""Each rung is at this many times the rows of the rung before it. With 2, trainings on GSM8K's questions are stopped
+later, and a search trains a tenth more tokens (benchmarks/sweep.py)."""
 
 KEEP_SHARE = 0.7
 """A running training continues while its expected improvement is at least this share of the best alternative's, because
