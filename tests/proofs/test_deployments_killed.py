@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from promoted_models import SETTINGS, promote_fake_model
-from ratchet.registry.deployment.release import DeploymentDirectory
+from ratchet.registry.deployment.release import DeploymentDirectory, read_recorded_deployments
 from ratchet.stages.deploy import DeployOptions, check_release, deploy
 from ratchet.stages.project import Project
 from ratchet.storage import files
@@ -102,6 +102,7 @@ def test_killed_anywhere(
         shutil.rmtree(served, ignore_errors=True)
         if template.exists():
             shutil.copytree(template, served, symlinks=True)
+        project.deployments.unlink(missing_ok=True)
         died = killed_at(point, lambda: work(project, served))
         now = version(project, served)
         assert now in states, f"point {point}"
@@ -110,6 +111,7 @@ def test_killed_anywhere(
             break
         work(project, served)  # the repeated command does not undo a completed rollback
         assert version(project, served) == states[1], f"point {point}"
+        assert read_recorded_deployments(project)[-1].deployment.version == int(states[1]), f"point {point}"
         if states[0]:
             assert version(project, served, "previous") == states[0]
         names = sorted(p.name for p in (served / "releases").iterdir())

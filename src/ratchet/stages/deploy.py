@@ -143,20 +143,21 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
     if options.rollback:
         if options.format is not None or options.version is not None:
             raise SettingsError("--rollback goes to the previous release: leave out --format and --version")
-        return _record(layout, _roll_back(layout, registry, directory))
-    return _record(layout, _deploy_version(project, registry, directory, options))
+        return _roll_back(layout, registry, directory)
+    result = _deploy_version(project, registry, directory, options)
+    warnings = _record(layout, result.current.parent, result.deployment)
+    return result.model_copy(update={"warnings": (*result.warnings, *warnings)})
 
 
-def _record(layout: ProjectLayout, result: DeployResult) -> DeployResult:
-    """Add the deployment to the project's list. A failure is a warning, because the release is current already."""
+def _record(layout: ProjectLayout, directory: Path, deployment: Deployment) -> list[str]:
+    """Add a deployment to the project's list. A failure is a warning, because the release is current already."""
     if not layout.params.exists():  # a machine without the project
-        return result
+        return []
     try:
-        releases.record_deployment(layout, result.current.parent, result.deployment)
+        releases.record_deployment(layout, directory, deployment)
     except (DamagedFileError, LockHeldError, OSError) as error:
-        warning = f"not recorded in {layout.deployments}: {error}"
-        return result.model_copy(update={"warnings": (*result.warnings, warning)})
-    return result
+        return [f"not recorded in {layout.deployments}: {error}"]
+    return []
 
 
 def _deploy_version(
@@ -168,12 +169,13 @@ def _deploy_version(
     registry.fetch_model(model_digest)
     promoted = _load_promoted(layout, model_name, version, model_digest)
     with releases.open_directory(directory, model_name) as server_dir:
+        warnings = _end_rollback(layout, server_dir, server_dir.completed_rollback)
         current_format = _current_format(server_dir)  # also raises for a damaged history before anything changes
         artifact = releases.choose_artifact(promoted.bundle, options.format or current_format)
         release = releases.plan_release(promoted, artifact)
         before = server_dir.linked_release(server_dir.current)
         current, damage = _inspect_release(layout, before) if before is not None else (None, None)
-        warnings = [describe_forced(release.forced)] if release.forced else []
+        warnings += [describe_forced(release.forced)] if release.forced else []
         if damage is not None:
             warnings.append(
                 f"the release that was current until now was damaged: {damage}. Servers may have read it: restart "
@@ -330,7 +332,8 @@ def _roll_back(layout: ProjectLayout, registry: MlflowModelRegistry, directory: 
     """Check every byte of the previous release against its signature, then exchange current and previous."""
     with releases.open_directory(directory, registry.model_name, may_create=False) as server_dir:
         if server_dir.completed_rollback is not None:
-            return _build_result("rollback_finished", server_dir.completed_rollback, server_dir)
+            warnings = _end_rollback(layout, server_dir, server_dir.completed_rollback)
+            return _build_result("rollback_finished", server_dir.completed_rollback, server_dir, warnings)
         current, previous = map(server_dir.linked_release, (server_dir.current, server_dir.previous))
         if current is None or previous is None or current == previous:
             raise ChampionError(
@@ -354,7 +357,18 @@ def _roll_back(layout: ProjectLayout, registry: MlflowModelRegistry, directory: 
         server_dir.roll_back(deployment)
         with _report_after_switch(server_dir, release):
             server_dir.complete_rollback()
+            warnings += _end_rollback(layout, server_dir, deployment)
         return _build_result("rolled_back", deployment, server_dir, warnings)
+
+
+def _end_rollback(layout: ProjectLayout, server_dir: DeploymentDirectory, rollback: Deployment | None) -> list[str]:
+    """Add a rollback to the project's list and remove its record, in this order: without its record, a repeated command
+    would go back to the release before. Return warnings."""
+    if rollback is None:
+        return []
+    warnings = _record(layout, server_dir.root, rollback)
+    server_dir.forget_rollback()
+    return warnings
 
 
 @contextmanager

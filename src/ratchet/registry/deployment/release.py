@@ -382,7 +382,10 @@ class DeploymentDirectory:
         self._set_link(self.previous, current.name)
 
     def complete_rollback(self) -> Deployment | None:
-        """Complete a recorded exchange. Returns its line of the history; None if the exchange had not begun."""
+        """Complete a recorded exchange, and keep its record until `forget_rollback`.
+
+        Returns its line of the history; None if there is none, or if it had not begun.
+        """
         if not self.intent_path.exists():
             return None
         try:
@@ -398,9 +401,14 @@ class DeploymentDirectory:
             self._set_link(self.previous, expected)
         if has_begun and not (self.history_path.exists() and self.history_path.read_bytes().endswith(content)):
             self.append_history(entry)
+        if not has_begun:
+            self.forget_rollback()
+        return entry if has_begun else None
+
+    def forget_rollback(self) -> None:
+        """Remove the record of an exchange, so that the next rollback is another one."""
         files.before("unlink", self.intent_path)
         self.intent_path.unlink()
-        return entry if has_begun else None
 
     def _set_link(self, link: Path, name: str) -> None:
         files.before("rename", link)
