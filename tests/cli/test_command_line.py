@@ -255,12 +255,14 @@ def test_a_message_that_troubleshooting_explains_ends_with_a_link(
     assert "See" not in printed.err
 
 
-def test_output_that_a_closed_pipe_did_not_take_does_not_change_the_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_that_a_closed_pipe_did_not_take_does_not_change_the_exit_code(stream: str, tmp_path: Path) -> None:
     code = "import sys; from ratchet.cli.main import main; sys.stdout.write('x'); sys.exit(main(sys.argv[1:]))"
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as output:
         command = [sys.executable, "-c", code, "--project", str(tmp_path), "status"]
         environment = os.environ | {"PYTHONUNBUFFERED": ""}
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, check=False)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: output}
+        done = subprocess.run(command, **streams, env=environment, check=False)
     assert done.returncode == 2, done.stderr

@@ -57,7 +57,7 @@ from ratchet.cli import (
     watch,
     work,
 )
-from ratchet.cli.output import print_error, print_text
+from ratchet.cli.output import discard_unwritten_errors, print_error, print_text
 from ratchet.cli.parser import CommandParser
 from ratchet.config.extras import SENTRY_VARIABLE, TRACE_VARIABLES, explained_imports
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError
@@ -193,9 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error, text, EXIT_INPUT, options)
         return report(EXIT_INPUT, error)
     finally:
-        # What a display has written to a terminal or pipe that is closed by now is discarded. Python would try again at
-        # its end, and replace the exit code by 120.
+        # What was written to a terminal or pipe that is closed by now is discarded. Python would try again at its end,
+        # and replace the exit code by 120.
         print_text("", end="")
+        discard_unwritten_errors()
 
 
 def _report_variables(options: argparse.Namespace) -> None:

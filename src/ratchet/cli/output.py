@@ -53,6 +53,15 @@ def print_text(text: str, end: str = "\n") -> None:
             raise OSError(error.errno, error.strerror, "standard output") from None
 
 
+def discard_unwritten_errors() -> None:
+    """Discard what standard error does not take, such as a closed terminal, and everything after it."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stderr.fileno())
+
+
 def print_record(record: R, format_record: Callable[[R], str], arguments: argparse.Namespace) -> None:
     """Print a command's result: as text, or with `--json` as the JSON of the record that the Python API returns."""
     arguments.has_result = True
