@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 from ratchet.redaction import redact_stderr
 from ratchet.storage.html import escape_invisible
@@ -35,6 +36,9 @@ GAP = 2
 MIN_CUT_WIDTH = 16
 """Minimum width in columns of a cut column of a table. With less space, the column is omitted."""
 
+THEME = Theme({"bar.back": "dim"})
+"""Style of the rest of a bar. Rich's own grey is almost black, also on a light terminal."""
+
 
 class TerminalConsole(Console):
     """A Rich console that ignores markup in external text, and raises an error instead of exiting the process."""
@@ -49,8 +53,9 @@ def create_console(stream: IO[str]) -> Console:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     return TerminalConsole(
-        file=stream, markup=False, highlight=False, emoji=False, color_system="auto" if is_capable_terminal() else None
-    )
+        file=stream, markup=False, highlight=False, emoji=False, theme=THEME,
+        color_system="auto" if is_capable_terminal() else None,
+    )  # fmt: skip
 
 
 def is_capable_terminal() -> bool:
