@@ -44,6 +44,9 @@ def search(history: Sequence[Trial], space: SearchSpace = SPACE, **fields: Any) 
     )
 
 
+CORNERS = [
+    {"train.rank": rank, "train.alpha": 2 * rank, "train.learning_rate": rate} for rank, rate in ((4, 1e-2), (64, 1e-2))
+]
 PAUSED = [trained(0, BAD, 100), trained(1, GOOD, 100), trained(2, FAIR, 100), trained(3, POOR, 100)]
 
 
@@ -94,6 +97,7 @@ def test_after_a_limit_nothing_is_continued_to_improve() -> None:
 def test_new_values_are_near_the_best_but_not_those_of_another_trial() -> None:
     history = [*PAUSED, trained(4, GOOD, 1000, "complete", continues=1)]
     history += [trained(5, {**GOOD, "train.learning_rate": 4e-3}, 1000, "complete")]
+    history += [trained(number, values, 1000, "complete") for number, values in enumerate(CORNERS, 6)]
     step = search(history, may_begin=True).choose()
     assert isinstance(step, NewTrial)
     assert loss(step.values) < loss(POOR)
@@ -104,13 +108,18 @@ def test_new_values_are_near_the_best_but_not_those_of_another_trial() -> None:
 def test_other_workers_propose_values_elsewhere_while_a_training_runs() -> None:
     """A training that runs counts as ended as predicted, so the expected improvement near it is small."""
     history = [*PAUSED, trained(4, GOOD, 1000, "complete", continues=1)]
-    near = {**GOOD, "train.rank": 28, "train.alpha": 56}
-    proposed = []
+    first = search(history, may_begin=True).choose()
+    assert isinstance(first, NewTrial)
+    distances = []
     for state in ("failed", "running"):
-        step = search([*history, Trial(number=5, values=near, run_id="run5", state=state)], may_begin=True).choose()
+        begun = Trial(number=5, values=first.values, run_id="run5", state=state)
+        step = search([*history, begun], may_begin=True).choose()
         assert isinstance(step, NewTrial)
-        proposed.append(abs(math.log(step.values["train.learning_rate"] / near["train.learning_rate"])))
-    assert proposed[1] > proposed[0]
+        rank, rate = (
+            math.log(step.values[name] / first.values[name]) for name in ("train.rank", "train.learning_rate")
+        )
+        distances.append(math.hypot(rank / math.log(16), rate / math.log(100)))
+    assert distances[1] > 2 * distances[0]
 
 
 def test_infeasible_values_are_avoided() -> None:
