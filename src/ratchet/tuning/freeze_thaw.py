@@ -30,7 +30,7 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT = 0.005
+MIN_IMPROVEMENT = 0.01
 """Expected improvement below which a paused training is continued only for the final round, in standard deviations of
 all losses (as logarithms): where losses differ little, small improvements count."""
 
