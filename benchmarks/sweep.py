@@ -114,7 +114,7 @@ def settings_of(shape: Shape, steps: int, prepare: Prepare) -> Settings:
             validate_every_steps=max(1, int(FIRST_RUNG * steps / VALIDATIONS_PER_RUNG)),
         ),
         sweep=Sweep(
-            name=STUDY, trials=shape.trials, finalists=FinalistSettings(seeds=1),
+            name=STUDY, trials=shape.trials, finalists=FinalistSettings(top_k=0),
             space={"train.rank": rank, "train.alpha": alpha, "train.learning_rate": rate},
         ),
         machine=Machine(device="cpu", threads=1, micro_batch_size=shape.batch_rows),

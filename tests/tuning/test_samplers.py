@@ -226,7 +226,7 @@ def test_descriptions_name_method_version_and_seed() -> None:
     assert found["optuna"] == optuna.__version__
     assert (
         describe(SamplerSettings(kind="tpe", seed=7), space)
-        == f"TPE (optuna {found['optuna']}), seed 7, 6 random trials first"
+        == f"TPE (optuna {found['optuna']}), seed 7, 8 random trials first"
     )
     assert describe(SamplerSettings(kind="gp"), space).startswith("Gaussian process (optuna ")
     assert describe(SamplerSettings(kind="cmaes"), space) == (

@@ -131,7 +131,7 @@ class SamplerSettings(Section):
     for up to five numeric settings that every trial has, otherwise tpe."""
     seed: Count = 0
     """Seed of the sampler. With one worker, the same seed gives the same trials."""
-    n_startup_trials: PositiveCount = 6
+    n_startup_trials: PositiveCount = 8
     """Random trials before tpe and gp start to model the results; with freeze_thaw, trials spread over the space."""
     grid_points: ClassVar[int] = 4
     """Points of a grid in each range without a step."""

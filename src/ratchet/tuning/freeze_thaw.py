@@ -22,7 +22,6 @@ from ratchet.tuning.learning_curves import (
     MIN_LOSS,
     LearningCurve,
     LearningCurveModel,
-    Prediction,
     log_expected_improvement,
     log_feasibility,
 )
@@ -30,22 +29,16 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT = 0.01
+MIN_IMPROVEMENT = 0.005
 """Expected improvement below which a paused training is continued only for the final round, in standard deviations of
 all losses (as logarithms): where losses differ little, small improvements count."""
 
-RUNG_FACTOR = 1.5
-"""Each rung is at this many times the rows of the rung before it. With 2, trainings on GSM8K's questions are stopped
-later, and a search trains a tenth more tokens (benchmarks/sweep.py)."""
+RUNG_FACTOR = 2
+"""Each rung is at this many times the rows of the rung before it."""
 
 KEEP_SHARE = 0.7
 """A running training continues while its expected improvement is at least this share of the best alternative's, because
 another training needs another process."""
-
-NEW_STD_FACTOR = 2.0
-"""Factor for the standard deviations of predictions of new values. The model is too certain far from what was tried: in
-recorded searches, losses differed by up to four standard deviations, and the best values were not found in one of
-twenty."""
 
 MIN_DISTANCE = 0.06
 """Smallest distance of new values from those of other trials, as a share of a range. Nearer values add little
@@ -285,8 +278,7 @@ class FreezeThawSearch:
         if not self.may_begin:
             return None
         points = self._draw_candidates()
-        prediction = self._model_with_running.predict_new(points)
-        scores = log_expected_improvement(Prediction(prediction.mean, NEW_STD_FACTOR * prediction.std), self._best)
+        scores = log_expected_improvement(self._model_with_running.predict_new(points), self._best)
         infeasible = np.array([is_infeasible(lineage.decisive) for lineage in self._lineages])
         positions = np.array([self._to_position(lineage.values) for lineage in self._lineages])
         if infeasible.any():

@@ -105,7 +105,7 @@ def describe(pruner: PrunerSettings) -> str:
         return f"median, from {start} on, after {pruner.n_startup_trials} trials"
     first_rung = f"first rung at {pruner.min_resource_fraction:g} of the longest training"
     if pruner.kind == "freeze_thaw":
-        return f"freeze-thaw: {first_rung}, each later one after 1.5 times as many rows"
+        return f"freeze-thaw: {first_rung}, each later one after twice as many rows"
     return f"{pruner.kind}: {first_rung}, one in {pruner.reduction_factor} continues"
 
 
@@ -194,7 +194,7 @@ class HyperbandBracket:
         return [rung for rung in self.rungs if past < rung <= now]
 
 
-def compute_rungs(first: float, reduction: float, longest: int) -> tuple[float, ...]:
+def compute_rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
     """Return the rows at which trainings are compared: `first` x `longest`, times `reduction` from rung to rung.
 
     All rungs are below `LAST_RUNG` x `longest`. They are rounded, because 3 x 0.05 x 15,000 is 2250.0000000000005 in
