@@ -58,7 +58,7 @@ def discard_unwritten_errors() -> None:
     try:
         sys.stderr.flush()
     except OSError:
-        with Path(os.devnull).open("wb") as nothing:
+        with Path(os.devnull).open("wb") as nothing:  # another object in sys.stderr would not last: see `redact_stderr`
             os.dup2(nothing.fileno(), sys.stderr.fileno())
 
 

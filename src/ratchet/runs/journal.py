@@ -214,10 +214,8 @@ class JournalReader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                event = _parse_event(line)
-                if event is None:
-                    event, is_damaged = parse_line(line)
-                    self.damaged_lines += is_damaged
+                event, is_damaged = parse_line(line)
+                self.damaged_lines += is_damaged
                 if event is not None:
                     yield event
 
@@ -266,10 +264,8 @@ def _parse_event(line: bytes) -> JournalEvent | None:
             raw = from_json(line)
         except ValueError:  # `from_json` rejects a little more than `json`: lone surrogates, 200 nested brackets
             raw = json.loads(line)
-        kind, t, attempt = raw.pop("event"), raw.pop("t"), raw.pop("attempt")
-        if type(t) is not float or type(attempt) is not int or type(kind) is not str:
-            kind, t, attempt = str(kind), float(t), int(attempt)
-        return tuple.__new__(JournalEvent, (kind, t, attempt, raw)) if -math.inf < t < math.inf else None
+        t = float(raw.pop("t"))
+        return JournalEvent(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -287,7 +283,7 @@ class ReplayFilter:
     def is_new(self, event: JournalEvent) -> bool:
         """Return whether the event is the first of its step or validation. A step or validation without a number is
         never new."""
-        kind = event.kind if event.kind != "step_skipped" else "step"
+        kind = "step" if event.kind == "step_skipped" else event.kind
         last = self._last.get(kind)
         if last is None:
             return True

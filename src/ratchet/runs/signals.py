@@ -157,10 +157,10 @@ def die_with_starter(number: int) -> None:
     DVC runs the command of a stage with `$SHELL -c`. Some shells (bash) replace themselves by the last command, others
     (dash of Debian 12) wait for it, also after dvc was killed. A thread therefore watches the shell's parent.
     """
-    die_with_parent(number)
-    # The parent may have ended, and then the signal is on its way; or this machine does not let us see or watch it.
     import psutil
 
+    die_with_parent(number)
+    # The parent may have ended, and then the signal is on its way; or this machine does not let us see or watch it.
     with contextlib.suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid())
         starter = parent.ppid()

@@ -15,7 +15,7 @@ A deployment directory:
     deployments.jsonl   history: one JSON line per deployment
     releases/           sealed directories: the last three, and those that a link names; foreign files are not touched
     current, previous   links to releases; a server reads `current`
-    .rollback.json      only while the links are exchanged: the next line of deployments.jsonl
+    .rollback.json      only until a rollback is recorded everywhere: its line of deployments.jsonl
 
 A link is replaced atomically, after its target is complete and durable. `previous` is set before `current`. After a
 crash in between, both links name the old release, and repeating the command completes the deployment. A rollback
@@ -395,15 +395,15 @@ class DeploymentDirectory:
                 f"{self.intent_path}: not a rollback record ({first_line(error)}); remove it"
             ) from None
         current, previous = self.linked_release(self.current), self.linked_release(self.previous)
-        has_begun = current is not None and current.name == entry.release
-        expected = entry.previous_release
-        if has_begun and expected is not None and (previous is None or previous.name != expected):
-            self._set_link(self.previous, expected)
-        if has_begun and not (self.history_path.exists() and self.history_path.read_bytes().endswith(content)):
-            self.append_history(entry)
-        if not has_begun:
+        if current is None or current.name != entry.release:  # the exchange had not begun
             self.forget_rollback()
-        return entry if has_begun else None
+            return None
+        expected = entry.previous_release
+        if expected is not None and (previous is None or previous.name != expected):
+            self._set_link(self.previous, expected)
+        if not (self.history_path.exists() and self.history_path.read_bytes().endswith(content)):
+            self.append_history(entry)
+        return entry
 
     def forget_rollback(self) -> None:
         """Remove the record of an exchange, so that the next rollback is another one."""
