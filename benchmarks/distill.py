@@ -115,10 +115,10 @@ class Size:
 
 SIZES = {
     True: Size(
-        160, 1000, 150,
-        TinyModelSettings(vocab_size=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
-        TinyModelSettings(vocab_size=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
-        9, 300, (1e-3, 3e-3), (0, 1, 2),
+        160, 600, 150,
+        TinyModelSettings(vocab_size=1024, hidden_size=128, intermediate_size=256, layers=3, heads=4, steps=250),
+        TinyModelSettings(vocab_size=1024, hidden_size=64, intermediate_size=128, layers=2, heads=4, steps=250),
+        6, 250, (3e-3,), (0, 1),
     ),
     False: Size(
         200, 1600, 200,

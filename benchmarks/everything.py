@@ -81,7 +81,7 @@ BENCHMARKS = (
     Benchmark("preference", 130),
     Benchmark("generate", 100),
     Benchmark("threads", 130),
-    Benchmark("distill", 600, is_quick=False),
+    Benchmark("distill", 175),
     Benchmark("callbacks", 150, is_quick=False),
     Benchmark("compare", 12),
     # The parts `peer` and `inside` take as long again; only the full mode runs them.
