@@ -10,7 +10,7 @@ import pytest
 from ratchet.config.sweep import SamplerSettings, SweepParameter
 from ratchet.storage.records.sweep import Trial
 from ratchet.tuning.freeze_thaw import Continuation, FreezeThawSearch, NewTrial, has_reached_rung
-from ratchet.tuning.search_space import SearchSpace
+from ratchet.tuning.search_space import SearchSpace, to_unit
 from study_histories import DROPOUT, RANK, RATE, is_in_space, loss, space_of
 
 SPACE = space_of(RANK, RATE)
@@ -42,6 +42,14 @@ def search(history: Sequence[Trial], space: SearchSpace = SPACE, **fields: Any) 
     return FreezeThawSearch(
         space, SAMPLER, history, LONGEST, lambda values: any(t.values == values for t in history), **fields
     )
+
+
+def distance_between(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+    """Return the distance of the values, in widths of the space."""
+    positions = [
+        [to_unit(dimension, values[dimension.name]) for dimension in SPACE.dimensions()] for values in (first, second)
+    ]
+    return math.dist(*positions)
 
 
 PAUSED = [trained(0, BAD, 100), trained(1, GOOD, 100), trained(2, FAIR, 100), trained(3, POOR, 100)]
@@ -97,20 +105,21 @@ def test_new_values_are_near_the_best_but_not_those_of_another_trial() -> None:
     step = search(history, may_begin=True).choose()
     assert isinstance(step, NewTrial)
     assert loss(step.values) < loss(POOR)
-    distance = abs(math.log10(step.values["train.learning_rate"] / GOOD["train.learning_rate"])) / 2
-    assert distance + abs(math.log(step.values["train.rank"] / 20)) / math.log(16) > 0.05
+    assert distance_between(step.values, GOOD) > 0.05
 
 
 def test_other_workers_propose_values_elsewhere_while_a_training_runs() -> None:
     """A training that runs counts as ended as predicted, so the expected improvement near it is small."""
     history = [*PAUSED, trained(4, GOOD, 1000, "complete", continues=1)]
-    near = {**GOOD, "train.rank": 28, "train.alpha": 56}
-    proposed = []
+    first = search(history, may_begin=True).choose()
+    assert isinstance(first, NewTrial)
+    distances = {}
     for state in ("failed", "running"):
-        step = search([*history, Trial(number=5, values=near, run_id="run5", state=state)], may_begin=True).choose()
+        begun = Trial(number=5, values=first.values, run_id="run5", state=state)
+        step = search([*history, begun], may_begin=True).choose()
         assert isinstance(step, NewTrial)
-        proposed.append(abs(math.log(step.values["train.learning_rate"] / near["train.learning_rate"])))
-    assert proposed[1] > proposed[0]
+        distances[state] = distance_between(step.values, first.values)
+    assert distances["running"] > 2 * distances["failed"]
 
 
 def test_infeasible_values_are_avoided() -> None:
