@@ -44,12 +44,14 @@ def search(history: Sequence[Trial], space: SearchSpace = SPACE, **fields: Any) 
     )
 
 
+def positions_apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[float]:
+    """Return the distance of the values in each dimension, in widths of the space."""
+    return [abs(to_unit(d, first[d.name]) - to_unit(d, second[d.name])) for d in SPACE.dimensions()]
+
+
 def distance_between(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
     """Return the distance of the values, in widths of the space."""
-    positions = [
-        [to_unit(dimension, values[dimension.name]) for dimension in SPACE.dimensions()] for values in (first, second)
-    ]
-    return math.dist(*positions)
+    return math.hypot(*positions_apart(first, second))
 
 
 PAUSED = [trained(0, BAD, 100), trained(1, GOOD, 100), trained(2, FAIR, 100), trained(3, POOR, 100)]
@@ -106,6 +108,26 @@ def test_new_values_are_near_the_best_but_not_those_of_another_trial() -> None:
     assert isinstance(step, NewTrial)
     assert loss(step.values) < loss(POOR)
     assert distance_between(step.values, GOOD) > 0.05
+
+
+def test_new_values_are_not_at_the_other_end_of_the_space_where_least_is_known() -> None:
+    history = [
+        trained(number, {"train.rank": rank, "train.alpha": 2 * rank, "train.learning_rate": rate}, 1000, "complete")
+        for number, (rank, rate) in enumerate(((20, 1.8e-3), (26, 1.8e-3), (20, 2.6e-3), (15, 1.2e-3)))
+    ]
+    step = search(history, may_begin=True).choose()
+    assert isinstance(step, NewTrial)
+    assert max(positions_apart(step.values, history[0].values)) < 0.31
+
+
+def test_an_improvement_that_is_smaller_than_differences_between_seeds_is_not_worth_a_training() -> None:
+    history = [*PAUSED, trained(4, FAIR, 1000, "complete", continues=2)]
+    for scale, step in ((0.01, Continuation(1)), (0.001, None)):
+        scaled = [
+            one.model_copy(update={"curve": {rows: 3 * (value / 3) ** scale for rows, value in one.curve.items()}})
+            for one in history
+        ]
+        assert search(scaled).choose() == step
 
 
 def test_other_workers_propose_values_elsewhere_while_a_training_runs() -> None:

@@ -29,9 +29,12 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT = 0.005
+MIN_IMPROVEMENT = 0.01
 """Expected improvement below which a paused training is continued only for the final round, in standard deviations of
 all losses (as logarithms): where losses differ little, small improvements count."""
+
+MIN_RELATIVE_IMPROVEMENT = 0.0005
+"""The same as a share of the loss; the larger of the two counts. Seeds alone change losses by more."""
 
 RUNG_FACTOR = 2
 """Each rung is at this many times the rows of the rung before it."""
@@ -43,6 +46,11 @@ another training needs another process."""
 MIN_DISTANCE = 0.06
 """Smallest distance of new values from those of other trials, as a share of a range. Nearer values add little
 information."""
+
+MAX_DISTANCE = 0.3
+"""Largest distance of new values from those with the best prediction, in each dimension, as a share of a range
+(a trust region: Eriksson et al. 2019, arXiv 1910.01739). Without it, many trials are spent at the corners of the
+space, where least is known."""
 
 SPREAD_CANDIDATES = 1024
 """Number of candidates for new values that are spread over the space; a power of 2."""
@@ -245,7 +253,7 @@ class FreezeThawSearch:
 
     @property
     def _min_score(self) -> float:
-        return math.log(MIN_IMPROVEMENT * self._model.log_loss_std)
+        return math.log(max(MIN_IMPROVEMENT * self._model.log_loss_std, MIN_RELATIVE_IMPROVEMENT))
 
     # New values.
 
@@ -274,7 +282,10 @@ class FreezeThawSearch:
 
     @cached_property
     def _proposal(self) -> _Proposal | None:
-        """The untried values with the highest expected improvement; None without budget, or if all were tried."""
+        """The untried values with the highest expected improvement, near the best ones if there are any.
+
+        None without budget, or if all values were tried.
+        """
         if not self.may_begin:
             return None
         points = self._draw_candidates()
@@ -285,8 +296,10 @@ class FreezeThawSearch:
             is_known = [infeasible[index] or bool(lineage.curve) for index, lineage in enumerate(self._lineages)]
             scores += log_feasibility(points, positions[is_known], infeasible[is_known])
         distances = cdist(points, positions).min(axis=1)
+        best = self._curves[int(np.argmin(self._predicted))].position
+        is_far = np.abs(points - best).max(axis=1) > MAX_DISTANCE
         for min_distance in (MIN_DISTANCE, MIN_DISTANCE / 4, 0.0):
-            for index in np.argsort(-scores, kind="stable"):
+            for index in np.lexsort((-scores, is_far)):
                 if distances[index] >= min_distance and not self.is_tried(values := self._to_values(points[index])):
                     return _Proposal(values, float(scores[index]))
         return None
