@@ -97,12 +97,12 @@ SHAPES = {
 """Shapes by `quick`. A quick grid has too few cells for a target of tokens: a third of it are two trainings."""
 
 VALIDATIONS_PER_RUNG = 2
-"""Validations up to the first rung, and at the same distance from then on."""
+"""Validations before the first rung, and at the same distance from then on. Steps are rounded down, so the next one
+reaches the rung."""
 
 
 def settings_of(shape: Shape, steps: int, prepare: Prepare) -> Settings:
-    """Return the initial settings of a sweep. The first validation of a training of this many steps is at the first
-    rung."""
+    """Return the initial settings of a sweep whose trainings have this many steps."""
     alpha = SweepParameter(tie="2 * train.rank")
     rank = SweepParameter(low=min(shape.ranks), high=max(shape.ranks), log=True)
     rate = SweepParameter(low=min(shape.rates), high=max(shape.rates), log=True)

@@ -3,11 +3,11 @@
     python benchmarks/sweep_curves.py [--quick] [--json FILE]
 
 benchmarks/curves/TASK.jsonl has complete trainings over 5 ranks and 9 learning rates (curves_record.py wrote it), with
-20 validation losses each. Between them, logarithms of losses are interpolated linearly in the logarithms of rank and
-learning rate, so a search may try any values. With noise, all losses of a training are multiplied by one factor, as
-another seed would do. The searches decide with the functions that `ratchet sweep` calls, one trial at a time. The
-result of a search is its best complete training; it is compared with the best cell of a grid of 4 ranks and 6 learning
-rates on the same curves. Tokens are counted as shares of complete trainings; the grid costs 24.
+20 validation losses each. Between them, logarithms of losses are interpolated linearly in the logarithms of rank,
+learning rate and progress, so a search may try any values. With noise, all losses of a training are multiplied by one
+factor, as another seed would do. The searches decide with the functions that `ratchet sweep` calls, one trial at a
+time. The result of a search is its best complete training; it is compared with the best cell of a grid of 4 ranks and 6
+learning rates on the same curves. Tokens are counted as shares of complete trainings; the grid costs 24.
 """
 
 import argparse
@@ -37,7 +37,10 @@ from ratchet.tuning.search_space import SearchSpace
 CURVES = Path(__file__).with_name("curves")
 LONGEST = 10_000
 """Rows of a complete training."""
-VALIDATIONS = 20
+VALIDATIONS = 41
+"""Validations of a complete training, as in benchmarks/sweep.py."""
+FIRST_VALIDATION = 1
+"""Index of the first validation of a training; no losses are recorded earlier."""
 GRID_RANKS, GRID_RATES = 4, 6
 TRIALS, TOP_K = 20, 3
 CURRENT = {"train.rank": 16, "train.alpha": 32.0, "train.learning_rate": 2e-4}
@@ -106,6 +109,7 @@ class Search:
         self._rng = np.random.default_rng([seed, 7])
         self._factors: dict[str, float] = {}
         self._history: list[Trial] = []
+        self._trained_rows = 0
 
     def run(self) -> Outcome:
         """Search until the budget is used up."""
@@ -119,8 +123,8 @@ class Search:
         ended = [trial for trial in self._history if trial.state == "complete"]
         best = min(ended, key=lambda trial: trial.objectives[0])
         value = best.objectives[0] / self._factors[str(best.run_id)]  # without its luck
-        units = sum(len(trial.curve) for trial in self._history) / VALIDATIONS
-        return Outcome(value / self._surface.grid_best() - 1, units / (GRID_RANKS * GRID_RATES), len(ended), seconds)
+        cost = self._trained_rows / LONGEST / (GRID_RANKS * GRID_RATES)
+        return Outcome(value / self._surface.grid_best() - 1, cost, len(ended), seconds)
 
     def _next(self) -> NewTrial | Continuation | None:
         if not self._history:
@@ -146,8 +150,10 @@ class Search:
         done = max((max(trial.curve) for trial in self._history if trial.run_id == key), default=0)
         trial = Trial(number=len(self._history), values=values, run_id=key, state="running", continues=continues)
         self._history.append(trial)
-        for index in range(round(done / LONGEST * VALIDATIONS), VALIDATIONS):
+        reached = done
+        for index in range(max(FIRST_VALIDATION, round(done / LONGEST * VALIDATIONS)), VALIDATIONS):
             rows = round((index + 1) / VALIDATIONS * LONGEST)
+            self._trained_rows, reached = self._trained_rows + rows - reached, rows
             trial = trial.model_copy(update={"curve": trial.curve | {rows: float(losses[index])}})
             self._history[-1] = trial
             if index + 1 < VALIDATIONS and not is_last_resort and self._is_pruned(trial):
