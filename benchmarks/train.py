@@ -21,9 +21,10 @@ pack, or as many rows as hold about as many tokens: 8, the default of TRL and Ra
 tokens. Ratchet batches as the cell sets (rows of similar length together on a CPU, where the cost of attention grows
 with the square of the pack). Gradient checkpointing, which TRL enables by default, is off; `TRL as it comes` has it on.
 `TRL, grouped` has `train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps. Memory is that of
-the training process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command. Ratchet's
-code computes all validation losses. Tokens per CPU second are reported in addition to tokens per second, because load
-by other processes affects them less.
+the training process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command, as if the
+step had as many tokens as later ones on average: the rows of the first step are not the same. Ratchet's code computes
+all validation losses. Tokens per CPU second are reported in addition to tokens per second, because load by other
+processes affects them less.
 """
 
 import argparse
@@ -119,6 +120,7 @@ class Figures:
     """Trained tokens per CPU second."""
     peak_bytes: int
     first_step_s: float
+    """Seconds from the command to the end of a first step of average length."""
     loss: float
     seconds: float
     """Seconds of the steps over which throughput is computed."""
@@ -134,9 +136,11 @@ class Figures:
         warm = min(WARM_UP_STEPS, len(found.ended) - 1)
         trained, inputs = sum(found.trained_tokens[warm:]), sum(found.input_tokens[warm:])
         seconds, cpu_s = (series[-1] - series[warm - 1] for series in (found.ended, found.cpu_s))
+        missing_tokens = inputs / len(found.input_tokens[warm:]) - found.input_tokens[0]
+        first_step_s = found.ended[0] - begun + missing_tokens * seconds / inputs
         return cls(
             trained / seconds, inputs / seconds, trained / cpu_s if cpu_s else math.nan, found.peak_bytes,
-            found.ended[0] - begun, found.validation_loss, seconds, cpu_s, inputs, trained, tuple(found.losses),
+            first_step_s, found.validation_loss, seconds, cpu_s, inputs, trained, tuple(found.losses),
         )  # fmt: skip
 
 
