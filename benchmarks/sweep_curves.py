@@ -38,7 +38,7 @@ CURVES = Path(__file__).with_name("curves")
 LONGEST = 10_000
 """Rows of a complete training."""
 VALIDATIONS = 41
-"""Validations of a complete training, as in benchmarks/sweep.py."""
+"""Validations of a complete training, as benchmarks/sweep.py has with the bundled requests and banking77."""
 FIRST_VALIDATION = 1
 """Index of the first validation of a training; no losses are recorded earlier."""
 GRID_RANKS, GRID_RATES = 4, 6
@@ -109,7 +109,6 @@ class Search:
         self._rng = np.random.default_rng([seed, 7])
         self._factors: dict[str, float] = {}
         self._history: list[Trial] = []
-        self._trained_rows = 0
 
     def run(self) -> Outcome:
         """Search until the budget is used up."""
@@ -123,7 +122,8 @@ class Search:
         ended = [trial for trial in self._history if trial.state == "complete"]
         best = min(ended, key=lambda trial: trial.objectives[0])
         value = best.objectives[0] / self._factors[str(best.run_id)]  # without its luck
-        cost = self._trained_rows / LONGEST / (GRID_RANKS * GRID_RATES)
+        trained_rows = {trial.run_id: max(trial.curve) for trial in self._history}  # a continuation repeats none
+        cost = sum(trained_rows.values()) / LONGEST / (GRID_RANKS * GRID_RATES)
         return Outcome(value / self._surface.grid_best() - 1, cost, len(ended), seconds)
 
     def _next(self) -> NewTrial | Continuation | None:
@@ -150,10 +150,8 @@ class Search:
         done = max((max(trial.curve) for trial in self._history if trial.run_id == key), default=0)
         trial = Trial(number=len(self._history), values=values, run_id=key, state="running", continues=continues)
         self._history.append(trial)
-        reached = done
         for index in range(max(FIRST_VALIDATION, round(done / LONGEST * VALIDATIONS)), VALIDATIONS):
             rows = round((index + 1) / VALIDATIONS * LONGEST)
-            self._trained_rows, reached = self._trained_rows + rows - reached, rows
             trial = trial.model_copy(update={"curve": trial.curve | {rows: float(losses[index])}})
             self._history[-1] = trial
             if index + 1 < VALIDATIONS and not is_last_resort and self._is_pruned(trial):

@@ -298,8 +298,9 @@ class FreezeThawSearch:
         distances = cdist(points, positions).min(axis=1)
         best = self._curves[int(np.argmin(self._predicted))].position
         is_far = np.abs(points - best).max(axis=1) > MAX_DISTANCE
+        order = np.lexsort((-scores, is_far))
         for min_distance in (MIN_DISTANCE, MIN_DISTANCE / 4, 0.0):
-            for index in np.lexsort((-scores, is_far)):
+            for index in order:
                 if distances[index] >= min_distance and not self.is_tried(values := self._to_values(points[index])):
                     return _Proposal(values, float(scores[index]))
         return None
