@@ -122,7 +122,7 @@ OTHERS = (("narrow", 2, "SPIN", 0), ("wide", 2, "SPIN", 0), ("narrow", OURS, "PA
 
 def measured(scratch: Path, quick: bool) -> list[Row]:
     """Measure all kinds of training in turns, and return all rows."""
-    epochs, rounds, kinds = (0.35, 1, TARGETS) if quick else (1, 3, TARGETS + OTHERS)
+    epochs, rounds, kinds = (0.25, 1, TARGETS) if quick else (1, 3, TARGETS + OTHERS)
     benches = {name: Bench.of(name, shape, scratch, epochs) for name, shape in (("narrow", SHAPE), ("wide", WIDE))}
     found: dict[tuple[str, int, str, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds):

@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.command not in ("forecast", "doctor"):  # these two work without a project
                     Project(options.project)  # reports a mistake in params.yaml before the seconds of the libraries
                 with report_step("loading libraries"):
-                    import_model_libraries()
+                    import_model_libraries(in_own_process=True)
             return report(COMMANDS[options.command].run(options) or EXIT_OK, None)
     except KeyboardInterrupt as error:
         text = "interrupted; outputs are consistent, run the command again"

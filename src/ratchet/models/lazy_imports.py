@@ -7,7 +7,8 @@ parts of this time, measured one after another:
   GPUs;
 - 0.4 s for scipy, from which transformers needs one function for object detection;
 - 0.1 s for boto3, from which accelerate needs functions for its command for SageMaker;
-- 1.3 s for garbage collection among a million objects of modules, none of which is garbage.
+- 1.3 s for garbage collection among a million objects of modules, none of which is garbage;
+- 0.7 s for torch's compiler (lazy_dynamo.py), its distributed tensors, and sympy, which both import.
 
 All functions still work, because deferred modules are loaded on first use.
 """
@@ -24,8 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ratchet.models.lazy_dynamo import defer_dynamo
+
 SCIPY_OPTIMIZE = "scipy.optimize"
 BOTO3 = "boto3"
+ITEM_TRANSFORMATION = "torch._dynamo._trace_wrapped_higher_order_op"
 MODELS_PREFIX = "models"
 
 
@@ -46,22 +50,39 @@ def set_library_defaults() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
 
 
-def import_model_libraries() -> None:
-    """Import the libraries that every model needs. Repeated calls are cheap."""
-    import_transformers()
+def import_model_libraries(in_own_process: bool = False) -> None:
+    """Import the libraries that every model needs. Repeated calls are cheap.
+
+    Args:
+        in_own_process: whether only Ratchet uses the libraries in this process (see `import_transformers`).
+    """
+    import_transformers(in_own_process)
     with pause_garbage_collection():
         with defer_compilation():
             importlib.import_module("bitsandbytes")
         with defer_module(BOTO3):
             importlib.import_module("peft")
+    if in_own_process:
+        vars(importlib.import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
 
 
-def import_transformers() -> None:
-    """Import torch and transformers."""
+def import_transformers(in_own_process: bool = False) -> None:
+    """Import torch and transformers.
+
+    Args:
+        in_own_process: whether only Ratchet uses transformers in this process. It is then imported without support for
+            torch's distributed tensors: Ratchet distributes models itself, after they are loaded.
+    """
     with pause_garbage_collection(), defer_linear_sum_assignment(), defer_module(BOTO3):
+        importlib.import_module("torch")
+        defer_dynamo()
         importlib.import_module("transformers")
+        if in_own_process:
+            ignore_distributed_tensors()
         with reuse_model_listing():
             importlib.import_module("transformers.models")
+        with defer_item_transformation():
+            importlib.import_module("transformers.masking_utils")  # every model imports it
         importlib.import_module("transformers.modeling_utils")
 
 
@@ -79,6 +100,37 @@ def pause_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def ignore_distributed_tensors() -> None:
+    """Make modules of transformers and peft that are imported later assume that torch cannot distribute tensors.
+
+    What nevertheless needs the module `torch.distributed.tensor` loads it.
+    """
+    from torch import distributed
+
+    utils = importlib.import_module("transformers.utils")
+    for module in (utils, utils.import_utils):
+        vars(module)["is_torch_distributed_available"] = lambda: False
+
+    def load(name: str) -> ModuleType:
+        if name != "tensor":
+            raise AttributeError(f"module {distributed.__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{distributed.__name__}.{name}")
+
+    vars(distributed).setdefault("__getattr__", load)
+
+
+@contextmanager
+def defer_item_transformation() -> Iterator[None]:
+    """Make an import of `TransformGetItemToIndex`, which transformers needs for masks under vmap, load `torch._dynamo`
+    only when it is called."""
+
+    def call() -> Any:
+        return importlib.import_module(ITEM_TRANSFORMATION).TransformGetItemToIndex()
+
+    with defer_module(ITEM_TRANSFORMATION, TransformGetItemToIndex=call):
+        yield
 
 
 @contextmanager

@@ -16,9 +16,9 @@ def _preload() -> None:
     # torch.cuda.is_available counts devices by NVML then, which leaves CUDA usable in forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if count_visible_gpus():  # bitsandbytes uses CUDA while it is imported
-        lazy_imports.import_transformers()
+        lazy_imports.import_transformers(in_own_process=True)
         return
-    lazy_imports.import_model_libraries()
+    lazy_imports.import_model_libraries(in_own_process=True)
     with lazy_imports.pause_garbage_collection():
         import ratchet.training.worker  # noqa: F401
 

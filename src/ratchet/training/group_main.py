@@ -59,7 +59,7 @@ def _use_one_heap() -> None:
 
 
 def _serve(listener: socket.socket, folder: Path, device_lock: DeviceLock) -> None:
-    lazy_imports.import_model_libraries()
+    lazy_imports.import_model_libraries(in_own_process=True)
     with lazy_imports.pause_garbage_collection():
         from ratchet.training.group import MemberShutdown, TrainingGroup
         from ratchet.training.worker import run_member

@@ -133,7 +133,7 @@ def _train(
     spec, launch = RunSpec.load(paths.spec), TrainingLaunchSpec.load(paths.launch)
     hidden_size = base_model.read_hidden_size(Path(launch.base_path))
     loading.use_threads(launch.machine.threads, RankEnvironment.from_environment().local_world_size, hidden_size)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # torch.use_deterministic_algorithms would load torch's compiler
     # By default, torch's deterministic mode fills every new tensor with NaN, 2,000 times per step. This takes 1 to 5 %
     # of the step's time, and no kernel reads these values.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -58,7 +58,7 @@ def run_process(arguments: list[str], launch_type: type[LaunchSpec], load_work: 
 def _load_training_worker() -> Work:
     from ratchet.models import lazy_imports
 
-    lazy_imports.import_model_libraries()
+    lazy_imports.import_model_libraries(in_own_process=True)
     with lazy_imports.pause_garbage_collection():
         from ratchet.training.worker import run_worker
 

@@ -454,20 +454,20 @@ def run_as_worker(device: Device) -> Iterator[None]:
 
     The factors of fused experts are applied as in peft, but without autocast, which the meta device lacks.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     original = layer._LoraFactorsProxy.forward
 
     def fold(proxy: Any, weight: Tensor) -> Tensor:
         return torch.baddbmm(weight, proxy.lhs, proxy.rhs, alpha=proxy.scaling)
 
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # torch.use_deterministic_algorithms would load torch's compiler
     layer._LoraFactorsProxy.forward = fold
     try:
         with DeviceKernels(device), fused_operators.represent_device(device):
             yield
     finally:
         layer._LoraFactorsProxy.forward = original
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 class _TracedLoss(ChunkedLoss):
