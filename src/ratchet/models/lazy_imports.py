@@ -109,9 +109,8 @@ def ignore_distributed_tensors() -> None:
     """
     from torch import distributed
 
-    utils = importlib.import_module("transformers.utils")
-    for module in (utils, utils.import_utils):
-        vars(module)["is_torch_distributed_available"] = lambda: False
+    for name in ("transformers.utils.import_utils", "transformers.utils"):
+        vars(importlib.import_module(name))["is_torch_distributed_available"] = lambda: False
 
     def load(name: str) -> ModuleType:
         if name != "tensor":
