@@ -13,8 +13,9 @@ Useful FLOPs of a step; a product of [m, k] and [k, n] counts as 2 m k n:
   mask, and twice as much backward: 6 n² width. Each row of a pack counts separately.
 
 Padding, masked squares, recomputed activations, softmax, norms and the optimizer do not count, because they can be
-saved. The rate is that of `torch.mm` in float32 on the same shapes: `tokens` rows by every linear layer, forward and
-transposed, in the proportion in which a step has them.
+saved. The rate is that of `torch.mm` in float32 on the same shapes, as Ratchet lets torch compute it (by oneDNN where
+that is faster): `tokens` rows by every linear layer, forward and transposed, in the proportion in which a step has
+them.
 """
 
 import json
@@ -62,6 +63,9 @@ def rate(shape: str, tokens: int, threads: int, seconds: float) -> tuple[float, 
     time and by CPU time."""
     import torch
 
+    from ratchet.models import cpu_products
+
+    cpu_products.use_onednn()
     torch.set_num_threads(threads)
     layers = sorted(set(linear_layers(shape)))
     weights = [torch.randn(outputs, inputs) for inputs, outputs in layers]

@@ -42,11 +42,11 @@ def set_library_defaults() -> None:
     # takes 1.7 times as long with sleeping threads as with spinning threads. Next to one busy process, however, a step
     # takes 40 times as long with spinning threads (docs/evidence_speed.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN and ideep keep up to 1024 kernels by default, one for each shape of a 16-bit product. With batches of many
-    # lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps; with 32 kernels it holds 35 MB at
-    # the same speed.
+    # oneDNN and ideep keep up to 1024 kernels by default, one for each shape of a product, with its work space. With
+    # batches of many lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps. A layer and its
+    # adapter need up to 16 shapes; with 32 kernels a training is as fast, and with 8 it is a tenth slower.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "32")
+        os.environ.setdefault(cache, "16")
     os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
 
 
@@ -62,6 +62,7 @@ def import_model_libraries(in_own_process: bool = False) -> None:
             importlib.import_module("bitsandbytes")
         with defer_module(BOTO3):
             importlib.import_module("peft")
+    importlib.import_module("ratchet.models.cpu_products").use_onednn()
     if in_own_process:
         vars(importlib.import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
 
@@ -73,6 +74,7 @@ def import_transformers(in_own_process: bool = False) -> None:
         in_own_process: whether only Ratchet uses transformers in this process. It is then imported without support for
             torch's distributed tensors: Ratchet distributes models itself, after they are loaded.
     """
+    set_library_defaults()
     with pause_garbage_collection(), defer_linear_sum_assignment(), defer_module(BOTO3):
         importlib.import_module("torch")
         defer_dynamo()
