@@ -80,7 +80,7 @@ BENCHMARKS = (
     Benchmark("together", 130, is_quick=False),
     Benchmark("preference", 130),
     Benchmark("generate", 100),
-    Benchmark("threads", 155),
+    Benchmark("threads", 100),
     Benchmark("distill", 200, shown="missed"),
     Benchmark("callbacks", 150, is_quick=False),
     Benchmark("compare", 12),

@@ -81,7 +81,7 @@ def test_distributed_tensors_are_available_to_what_needs_them() -> None:
 def test_other_parts_of_scipy_are_available_during_deferral() -> None:
     found = told(
         "from ratchet.models import lazy_imports as libraries",
-        "with libraries.defer_linear_sum_assignment():",
+        "with libraries.defer_function('scipy.optimize', 'linear_sum_assignment'):",
         "    from scipy.optimize import brentq, linear_sum_assignment",
         "import scipy.optimize; print(brentq is scipy.optimize.brentq, round(brentq(lambda x: x - 2, 0, 5), 6))",
     )

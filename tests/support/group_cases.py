@@ -16,6 +16,7 @@ from torch import Tensor
 import tiny_project
 from ratchet.config.machine import Machine
 from ratchet.config.train import Train
+from ratchet.models import cpu_products
 from ratchet.runs.directory import RunDirectory, RunPaths
 from ratchet.runs.fork_server import Program
 from ratchet.runs.group_connection import GroupConnection, GroupMemberProcess, listen
@@ -160,6 +161,7 @@ def train_in_threads(
     runs: Sequence[RunInGroup], record: Path, shutdowns: Sequence[MemberShutdown] = (), attempt: int = 1
 ) -> list[int]:
     """Train these runs together in this process; return their exit codes."""
+    cpu_products.use_onednn()  # as in a group's own process, so that losses have the same bits
     together, codes = TrainingGroup(record), dict[int, int]()
 
     def work(number: int, run: RunInGroup) -> None:

@@ -4,6 +4,7 @@ torch computes them with Intel's MKL, which uses only AVX2 on AMD CPUs. oneDNN i
 a core of an AMD EPYC (Zen 5), it reaches 235 GFLOP/s instead of 105 (docs/evidence_speed.md).
 """
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -15,24 +16,23 @@ MIN_OPERATIONS = 1_000_000
 CPU_INFO = Path("/proc/cpuinfo")
 _AMD, _AVX512 = "AuthenticAMD", "AVX512"
 
-_libraries: list[torch.library.Library] = []
-"""The registration of the kernels, which ends with this object."""
 
-
-def use_onednn() -> None:
+@functools.cache
+def use_onednn() -> torch.library.Library | None:
     """Replace torch's kernels for products of matrices in this process, where oneDNN is faster (`is_onednn_faster`).
 
-    The results differ by rounding. Repeated calls have no effect.
+    The results differ by rounding. The kernels are replaced as long as the returned object exists, which the cache
+    keeps; None: they are not replaced.
     """
-    if _libraries or not is_onednn_faster():
-        return
+    if not is_onednn_faster():
+        return None
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)  # of replaced kernels
         library.impl("mm", _multiply, "CPU")
         library.impl("mm.out", _multiply_into, "CPU")
         library.impl("addmm", _multiply_and_add, "CPU")
-    _libraries.append(library)
+    return library
 
 
 def is_onednn_faster() -> bool:
@@ -56,23 +56,27 @@ def _is_suitable(left: Tensor, right: Tensor) -> bool:
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
     if _is_suitable(left, right):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
-        return product
+        return _multiply_by_onednn(left, right, None)
     return _multiply_by_mkl(left, right, left.new_empty(left.shape[0], right.shape[-1]))
 
 
 def _multiply_into(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
     if _is_suitable(left, right) and out.shape == (left.shape[0], right.shape[1]):
-        return out.copy_(_multiply(left, right))
+        return out.copy_(_multiply_by_onednn(left, right, None))
     return _multiply_by_mkl(left, right, out)
 
 
 def _multiply_and_add(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if added.dim() == 1 and len(added) == right.shape[-1] and alpha == beta == 1 and _is_suitable(left, right):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), added, "none", [], "")
-        return product
+    is_bias = added.dim() == 1 and len(added) == right.shape[-1] and added.dtype is left.dtype
+    if is_bias and alpha == beta == 1 and _is_suitable(left, right):
+        return _multiply_by_onednn(left, right, added)
     output = left.new_empty(left.shape[0], right.shape[-1])
     return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=output)
+
+
+def _multiply_by_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    return product
 
 
 def _multiply_by_mkl(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

@@ -62,8 +62,10 @@ def import_model_libraries(in_own_process: bool = False) -> None:
             importlib.import_module("bitsandbytes")
         with defer_module(BOTO3):
             importlib.import_module("peft")
-    importlib.import_module("ratchet.models.cpu_products").use_onednn()
-    if in_own_process:
+    from ratchet.models import cpu_products
+
+    cpu_products.use_onednn()
+    if in_own_process:  # peft needs the same assumption as transformers (`ignore_distributed_tensors`)
         vars(importlib.import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
 
 
@@ -75,7 +77,7 @@ def import_transformers(in_own_process: bool = False) -> None:
             torch's distributed tensors: Ratchet distributes models itself, after they are loaded.
     """
     set_library_defaults()
-    with pause_garbage_collection(), defer_linear_sum_assignment(), defer_module(BOTO3):
+    with pause_garbage_collection(), defer_function(SCIPY_OPTIMIZE, "linear_sum_assignment"), defer_module(BOTO3):
         importlib.import_module("torch")
         defer_dynamo()
         importlib.import_module("transformers")
@@ -83,7 +85,7 @@ def import_transformers(in_own_process: bool = False) -> None:
             ignore_distributed_tensors()
         with reuse_model_listing():
             importlib.import_module("transformers.models")
-        with defer_item_transformation():
+        with defer_function(ITEM_TRANSFORMATION, "TransformGetItemToIndex"):  # needed only for masks under vmap
             importlib.import_module("transformers.masking_utils")  # every model imports it
         importlib.import_module("transformers.modeling_utils")
 
@@ -105,7 +107,7 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 def ignore_distributed_tensors() -> None:
-    """Make modules of transformers and peft that are imported later assume that torch cannot distribute tensors.
+    """Make modules of transformers that are imported later assume that torch cannot distribute tensors.
 
     What nevertheless needs the module `torch.distributed.tensor` loads it.
     """
@@ -120,18 +122,6 @@ def ignore_distributed_tensors() -> None:
         return importlib.import_module(f"{distributed.__name__}.{name}")
 
     vars(distributed).setdefault("__getattr__", load)
-
-
-@contextmanager
-def defer_item_transformation() -> Iterator[None]:
-    """Make an import of `TransformGetItemToIndex`, which transformers needs for masks under vmap, load `torch._dynamo`
-    only when it is called."""
-
-    def call() -> Any:
-        return importlib.import_module(ITEM_TRANSFORMATION).TransformGetItemToIndex()
-
-    with defer_module(ITEM_TRANSFORMATION, TransformGetItemToIndex=call):
-        yield
 
 
 @contextmanager
@@ -204,13 +194,13 @@ def defer_compilation() -> Iterator[None]:
 
 
 @contextmanager
-def defer_linear_sum_assignment() -> Iterator[None]:
-    """Make an import of `scipy.optimize.linear_sum_assignment` in this context load scipy only when it is called."""
+def defer_function(module: str, name: str) -> Iterator[None]:
+    """Make an import of this function, or class, in this context load its module only when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module(SCIPY_OPTIMIZE).linear_sum_assignment(*args, **kwargs)
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
-    with defer_module(SCIPY_OPTIMIZE, linear_sum_assignment=call):
+    with defer_module(module, **{name: call}):
         yield
 
 

@@ -214,10 +214,8 @@ class JournalReader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                event = _parse_event(line)  # a call less for each intact line
-                if event is None:
-                    event, is_damaged = parse_line(line)
-                    self.damaged_lines += is_damaged
+                event, is_damaged = parse_line(line)
+                self.damaged_lines += is_damaged
                 if event is not None:
                     yield event
 
