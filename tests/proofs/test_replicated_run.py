@@ -53,7 +53,7 @@ def machine(prepared: ProjectLayout, tmp_path: Path) -> Machines:
         shutil.copytree(prepared.root, tmp_path / name)
         more = {
             "replica": str(tmp_path / "replica"),
-            "lease_timeout_s": 2.0,
+            "lease_timeout_s": 8.0,
             "replica_interval_s": 0.2,
             "replica_timeout_s": 20.0,
         }
