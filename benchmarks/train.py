@@ -15,15 +15,15 @@ computed within a round. Cells:
 - on a GPU instead: QLoRA r=16 on random Llamas of 1B and 7B, 2,048 tokens packed; FLOPs relative to the data sheet's
   peak.
 
-A step of Ratchet and of padded peers has the same number of rows. A step of packed TRL has as many packs as hold about
-as many tokens. So all contenders have trained on the same tokens at the end, in about as many steps. A micro-batch is a
-pack, or as many rows as hold about as many tokens: 8, the default of TRL and Ratchet. Packs have `train.pack_tokens`
-tokens. Ratchet batches as the cell sets (rows of similar length together on a CPU, where the cost of attention grows
-with the square of the pack). Gradient checkpointing, which TRL enables by default, is off; `TRL as it comes` has it on.
-`TRL, grouped` has `train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps. Memory is that of
-the training process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command, as if the
-step had as many tokens as later ones on average: the rows of the first step are not the same. Ratchet's code computes
-all validation losses. Tokens per CPU second are reported in addition to tokens per second, because load by other
+A step of all contenders that pack, or of all that do not, has the same number of sequences; the others have as many as
+hold about as many tokens. So all contenders have trained on the same tokens at the end, in about as many steps. A
+micro-batch is a pack, or as many rows as hold about as many tokens: 8, the default of TRL and Ratchet. Packs have
+`train.pack_tokens` tokens. Ratchet batches as the cell sets: on a CPU rows of similar length, in `limit` packs.
+Gradient checkpointing, which TRL enables by default, is off; `TRL as it comes` has it on. `TRL, grouped` has
+`train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps. Memory is that of the training
+process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command, as if the step had as
+many tokens as later ones on average: the rows of the first step are not the same. Ratchet's code computes all
+validation losses. Tokens per CPU second are reported in addition to tokens per second, because load by other
 processes affects them less.
 """
 
@@ -87,7 +87,8 @@ def cpu_cells(quick: bool, threads: int) -> list[Cell]:
     if not quick:
         four = plain.model_copy(update={"quantization": "nf4"})
         cells.append(replace(questions, name="questions in 4 bits", train=four))
-    limit = Cell("limit", "30M", 128 if quick else 320, plain, machine, 512, peers=() if quick else ("trl-packed",))
+    packed = plain.model_copy(update={"batching": "packed", "batch_size": 3})
+    limit = Cell("limit", "30M", 128 if quick else 320, packed, machine, 512, peers=() if quick else ("trl-packed",))
     return [*cells, limit]
 
 

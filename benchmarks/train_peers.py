@@ -155,11 +155,12 @@ class Peer:
         return [row for step in range(plan.steps) for sequence in plan.batch(step) for row in sequence]
 
     def _rows_of_step(self) -> int:
-        """Return the number of sequences of a step: rows, or packs that hold about as many tokens."""
-        if not self.packs:
+        """Return the number of sequences of a step: as many as Ratchet's, or as hold about as many tokens."""
+        counts_packs = self.train.batching == "packed"
+        if self.packs == counts_packs:
             return self.train.batch_size
-        tokens_of_step = self.train.batch_size * float(self.rows.lengths.mean())
-        return max(1, round(tokens_of_step / self.train.pack_tokens))
+        rows_of_pack = self.train.pack_tokens / float(self.rows.lengths.mean())
+        return max(1, round(self.train.batch_size * (rows_of_pack if counts_packs else 1 / rows_of_pack)))
 
     def _arguments(self) -> dict[str, Any]:
         """Return the project's settings as Trainer's arguments."""

@@ -1,6 +1,7 @@
 """Tests that packed rows do not interact, and that packing is refused for models where they do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import families
 from ratchet.config.train import Train
@@ -18,8 +21,10 @@ from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models import adapters, loading
+from ratchet.models.chunked_loss import compute_loss
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, answer_nll, require_packing_isolation
+from ratchet.models.packed_attention import attend_within_rows
 
 CPU = torch.device("cpu")
 LENGTHS = (20, 17, 9, 1, 5, 2, 30)
@@ -123,6 +128,70 @@ def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attentio
     largest = max(float(gradient.abs().max()) for gradient in unpacked)
     for a, b in zip(packed, unpacked, strict=True):
         assert torch.allclose(a, b, atol=1e-5 * largest, rtol=0)
+
+
+@contextmanager
+def recorded_attention() -> Iterator[list[tuple[int, bool]]]:
+    """Record the number of queries of each fused attention, and whether it has a mask."""
+    calls: list[tuple[int, bool]] = []
+    original = functional.scaled_dot_product_attention
+
+    def record(query: Tensor, *heads: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        calls.append((query.shape[2], attn_mask is not None))
+        return original(query, *heads, attn_mask=attn_mask, **options)
+
+    functional.scaled_dot_product_attention = record
+    try:
+        yield calls
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def test_on_a_cpu_attention_is_computed_row_by_row(rows: TokenRows) -> None:
+    """A row of one token and padding need no attention. A layer with a window sees whole packs, and has a mask."""
+    batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
+    by_row = [(LENGTHS[row], False) for pack in PACKS for row in pack if LENGTHS[row] > 1]
+    for family, expected in (("llama", 2 * by_row), ("gemma3", [(30, True), *by_row])):
+        with recorded_attention() as calls:
+            compute_loss(model_of(family), batch, None)
+        assert calls == expected
+    with recorded_attention() as calls:
+        logits_of(model_of("llama"), batch)  # transformers alone
+    assert calls == [(30, True)] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_blocks_that_are_computed_again_attend_within_rows_too(family: str, rows: TokenRows) -> None:
+    batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
+    found = []
+    for recomputes in (False, True):
+        model = model_of(family).train()
+        if recomputes:
+            model.activation_checkpointing_enable()
+        with recorded_attention() as calls:
+            compute_loss(model, batch, 1.0).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append((len(calls), gradients))
+    (once, kept), (twice, computed_again) = found
+    assert twice == 2 * once
+    assert len(kept) > 10
+    assert all(map(torch.equal, kept, computed_again))
+
+
+def test_a_bias_of_positions_is_that_of_the_row() -> None:
+    """The reference is attention over the whole pack with a mask."""
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 2, 9, 8, generator=draw) for _ in range(3))
+    bias = torch.randn(1, 2, 9, 9, generator=draw)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0]])
+    row_of = (position_ids == 0).cumsum(1)
+    mask = (row_of[0, :, None] == row_of[0]).tril()[None, None]
+    expected = sdpa_attention_forward(torch.nn.Module(), query, key, value, mask, position_bias=bias)[0]
+    with attend_within_rows(model_of("llama"), position_ids):
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        output = attend(torch.nn.Module(), query, key, value, None, position_bias=bias)[0]
+    assert attend is not ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert torch.allclose(output, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

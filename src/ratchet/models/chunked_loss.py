@@ -29,6 +29,7 @@ from ratchet.models.loss import (
     forward_inputs,
 )
 from ratchet.models.model_spec import find_blocks, find_body
+from ratchet.models.packed_attention import attend_within_rows
 
 CHUNK_ELEMENTS = 2**24
 """Number of logits that an evaluation computes at once. They need 64 MiB in float32, plus some copies."""
@@ -369,7 +370,7 @@ class ChunkedLoss:
         backward, self._backward = self._backward, None
         try:
             if backward is not None:
-                with self.phase("backward"):
+                with attend_within_rows(self.model, self.batch.position_ids), self.phase("backward"):
                     backward()
         finally:
             self._contexts.close()
@@ -408,8 +409,10 @@ class ChunkedLoss:
             return _map_hidden_states(output, lambda states: states.detach()[:1, :1])
 
         hook = self.body.register_forward_hook(capture_output)
+        positions = self.batch.position_ids
         try:
-            logits = self.model(**forward_inputs(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
+            with attend_within_rows(self.model, positions):
+                logits = self.model(**forward_inputs(self.batch.input_ids, positions), use_cache=False).logits
         finally:
             hook.remove()
         if len(outputs) != 1 or logits.shape[:2] != (1, 1):

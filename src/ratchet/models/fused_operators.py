@@ -51,6 +51,11 @@ def represent_device(device: str) -> Iterator[None]:
         _is_meta_cpu = before
 
 
+def represents_cpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a CPU, or on the meta device where this represents a CPU."""
+    return bool(_is_meta_cpu) if tensor.is_meta else tensor.device.type == "cpu"
+
+
 def fuse(model: nn.Module) -> None:
     """Replace the forward pass of norms and of feed-forward layers that compute what Llama's classes compute."""
     for module in model.modules():
@@ -85,13 +90,12 @@ def _divide(rows: Tensor) -> Iterator[slice]:
     """Yield the ranges of rows that divide a matrix into tiles. Where a CPU's memory is traced, one tile represents
     all, and none where it is too little to matter."""
     length, width = rows.shape
-    is_traced = rows.is_meta and _is_meta_cpu
     step = max(length, 1)
-    if is_traced or rows.device.type == "cpu":
+    if represents_cpu(rows):
         unit = VECTOR // math.gcd(VECTOR, width)
         wanted = torch.get_num_threads() * TILE_BYTES // (width * rows.element_size())
         step = max(wanted // unit, 1) * unit
-    if is_traced:
+    if rows.is_meta and _is_meta_cpu:
         length = 0 if length > MAX_COUNTED_TILES * step else min(length, step)
     for first in range(0, length, step):
         yield slice(first, first + step)

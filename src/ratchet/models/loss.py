@@ -17,6 +17,7 @@ from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import SettingsError
 from ratchet.models.device import Model
+from ratchet.models.packed_attention import attend_within_rows
 
 MAX_ROUNDING_DEVIATION = {torch.float32: (1e-5, 1e-3)}
 """Limits, by dtype, of two differences of a row's logits, in standard deviations of the logits.
@@ -93,17 +94,19 @@ def forward_inputs(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, 
 
 def compute_all_logits(model: Model, batch: SequenceBatch) -> Tensor:
     """Return logits [sequences, positions, vocabulary] of every position."""
-    logits: Tensor = model(**forward_inputs(batch.input_ids, batch.position_ids), use_cache=False).logits
+    with attend_within_rows(model, batch.position_ids):
+        logits: Tensor = model(**forward_inputs(batch.input_ids, batch.position_ids), use_cache=False).logits
     return logits
 
 
 def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
     """Return logits [sequences, columns, vocabulary]."""
     inputs = forward_inputs(input_ids, position_ids)
-    if "logits_to_keep" in _forward_parameter_names(model):
-        logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
-    else:
-        logits = model(**inputs, use_cache=False).logits[:, columns]
+    with attend_within_rows(model, position_ids):
+        if "logits_to_keep" in _forward_parameter_names(model):
+            logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
+        else:
+            logits = model(**inputs, use_cache=False).logits[:, columns]
     return logits
 
 
