@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from ratchet.config.evaluate import HarnessSettings
 from ratchet.evaluation import harness
 from ratchet.evaluation.scorer import ScoreStore
-from ratchet.models import likelihoods, scoring, tiny_model
-from ratchet.models.lazy_imports import import_model_libraries
+from ratchet.models import cpu_products, likelihoods, scoring, tiny_model
 
 VOCABULARY = 8192
 MERGES = 2000
@@ -160,7 +159,7 @@ def ours(work: Path, tasks: list[str], batch_rows: int, out: str) -> dict[str, A
 
 
 def _loaded(work: Path) -> tuple[Any, Any]:
-    import_model_libraries(in_own_process=True)  # as every command of Ratchet does
+    cpu_products.use_onednn()  # as Ratchet's commands that load models do
     model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(work / "model")
 

@@ -15,10 +15,10 @@ computed within a round. Cells:
 - on a GPU instead: QLoRA r=16 on random Llamas of 1B and 7B, 2,048 tokens packed; FLOPs relative to the data sheet's
   peak.
 
-A step of all contenders that pack, or of all that do not, has the same number of sequences; the others have as many as
-hold about as many tokens. So all contenders have trained on the same tokens at the end, in about as many steps. A
-micro-batch is a pack, or as many rows as hold about as many tokens: 8, the default of TRL and Ratchet. Packs have
-`train.pack_tokens` tokens. Ratchet batches as the cell sets: on a CPU rows of similar length, in `limit` packs.
+Contenders that batch as Ratchet does in a cell (packs or rows) compute as many sequences per step as Ratchet; the
+others compute as many as hold about as many tokens. So all contenders have trained on the same tokens at the end, in
+about as many steps. A micro-batch is a pack, or as many rows as hold about as many tokens: 8, the default of TRL and
+Ratchet. Packs have `train.pack_tokens` tokens. On a CPU, Ratchet batches rows of similar length; in `limit`, packs.
 Gradient checkpointing, which TRL enables by default, is off; `TRL as it comes` has it on. `TRL, grouped` has
 `train_sampling_strategy="group_by_length"`. Throughput leaves out the first steps. Memory is that of the training
 process (VmHWM; allocated memory on a GPU). The time of the first step counts from the command, as if the step had as

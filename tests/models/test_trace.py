@@ -94,7 +94,7 @@ def test_traced_activations_equal_those_saved_by_autograd(
 ) -> None:
     kept = kept_without_data(on_meta(family, dtype, dropout=dropout), BatchShape(ROWS, TOKENS, LEARNED, packed, "cpu"))
     expected = kept_by_autograd(with_data(family, dtype, dropout=dropout), packed)
-    if packed and family == "gpt2":  # its dropout keeps the scores of attention, and a trace's packs are single rows
+    if packed and family == "gpt2":  # with dropout, gpt2 keeps attention scores; a trace treats a pack as one row
         assert expected < kept < 1.3 * expected
     else:
         assert kept == pytest.approx(expected, rel=0.015)

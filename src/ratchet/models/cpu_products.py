@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 MIN_OPERATIONS = 1_000_000
-"""Smaller products (2 x rows x inner x columns) stay with MKL: they take some microseconds, and so does the choice."""
+"""Products of fewer operations (2 x rows x inner x columns) keep torch's kernel: the call of oneDNN from Python would
+take as long as the product."""
 CPU_INFO = Path("/proc/cpuinfo")
 _AMD, _AVX512 = "AuthenticAMD", "AVX512"
 
@@ -21,8 +22,8 @@ _AMD, _AVX512 = "AuthenticAMD", "AVX512"
 def use_onednn() -> torch.library.Library | None:
     """Replace torch's kernels for products of matrices in this process, where oneDNN is faster (`is_onednn_faster`).
 
-    The results differ by rounding. The kernels are replaced as long as the returned object exists, which the cache
-    keeps; None: they are not replaced.
+    The results differ by rounding. Returns the library that holds the replacements; they last as long as it exists, and
+    the cache keeps it. Returns None if nothing is replaced.
     """
     if not is_onednn_faster():
         return None
@@ -36,13 +37,13 @@ def use_onednn() -> torch.library.Library | None:
 
 
 def is_onednn_faster() -> bool:
-    """Return whether torch has oneDNN and MKL, and the CPU is one of AMD with AVX-512."""
+    """Return whether torch has oneDNN and MKL, and this is an AMD CPU with AVX-512."""
     has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
     if not has_both or torch.backends.cpu.get_cpu_capability() != _AVX512:
         return False
     try:
         return _AMD in CPU_INFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return False
 
 
@@ -57,21 +58,21 @@ def _is_suitable(left: Tensor, right: Tensor) -> bool:
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
     if _is_suitable(left, right):
         return _multiply_by_onednn(left, right, None)
-    return _multiply_by_mkl(left, right, left.new_empty(left.shape[0], right.shape[-1]))
+    return _multiply_by_default(left, right, left.new_empty(left.shape[0], right.shape[-1]))
 
 
 def _multiply_into(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
     if _is_suitable(left, right) and out.shape == (left.shape[0], right.shape[1]):
         return out.copy_(_multiply_by_onednn(left, right, None))
-    return _multiply_by_mkl(left, right, out)
+    return _multiply_by_default(left, right, out)
 
 
-def _multiply_and_add(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    is_bias = added.dim() == 1 and len(added) == right.shape[-1] and added.dtype is left.dtype
+def _multiply_and_add(addend: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    is_bias = addend.dim() == 1 and len(addend) == right.shape[-1] and addend.dtype is left.dtype
     if is_bias and alpha == beta == 1 and _is_suitable(left, right):
-        return _multiply_by_onednn(left, right, added)
+        return _multiply_by_onednn(left, right, addend)
     output = left.new_empty(left.shape[0], right.shape[-1])
-    return torch.addmm(added, left, right, beta=beta, alpha=alpha, out=output)
+    return torch.addmm(addend, left, right, beta=beta, alpha=alpha, out=output)
 
 
 def _multiply_by_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,6 +80,6 @@ def _multiply_by_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Ten
     return product
 
 
-def _multiply_by_mkl(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Compute the product with an operator that is not replaced; `mm` has the same kernel."""
+def _multiply_by_default(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """Compute the product with torch's own kernel: `addmm.out` is not replaced."""
     return torch.addmm(left.new_zeros(1), left, right, beta=0, out=out)

@@ -51,8 +51,8 @@ def represent_device(device: str) -> Iterator[None]:
         _is_meta_cpu = before
 
 
-def represents_cpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a CPU, or on the meta device where this represents a CPU."""
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a CPU, or on the meta device while that represents a CPU (`represent_device`)."""
     return bool(_is_meta_cpu) if tensor.is_meta else tensor.device.type == "cpu"
 
 
@@ -91,7 +91,7 @@ def _divide(rows: Tensor) -> Iterator[slice]:
     all, and none where it is too little to matter."""
     length, width = rows.shape
     step = max(length, 1)
-    if represents_cpu(rows):
+    if is_on_cpu(rows):
         unit = VECTOR // math.gcd(VECTOR, width)
         wanted = torch.get_num_threads() * TILE_BYTES // (width * rows.element_size())
         step = max(wanted // unit, 1) * unit

@@ -1,7 +1,8 @@
 """Loads `torch._dynamo`, the front end of torch's compiler, when it is first needed.
 
-transformers decorates functions with it, and torch's optimizers call it in every step, but both need it only in
-compiled code. With sympy, which it imports, it takes a fifth of the time of a worker's imports.
+transformers decorates functions with it, and torch's optimizers call it in every step, but it has an effect only in
+compiled code. Without it and distributed tensors, a worker's imports take .65 s less of 2.1 s of CPU time
+(docs/evidence_speed.md).
 """
 
 import functools
@@ -19,8 +20,8 @@ DYNAMO = "torch._dynamo"
 def defer_dynamo() -> None:
     """Put a placeholder for `torch._dynamo` into sys.modules, if it is not loaded. torch must be imported.
 
-    The placeholder has what is used outside compiled code. Reading another attribute or importing a submodule loads the
-    module; the placeholder becomes the module, so earlier references to it stay valid.
+    The placeholder has the functions that are used outside compiled code. Reading another attribute or importing a
+    submodule loads the module; the placeholder becomes the module, so earlier references to it stay valid.
     """
     spec = importlib.util.find_spec(DYNAMO) if DYNAMO not in sys.modules else None
     if spec is None or spec.loader is None:
@@ -39,10 +40,10 @@ class _Placeholder(ModuleType):
     """The module before it is loaded."""
 
     def __getattribute__(self, name: str) -> Any:
-        is_for_imports = name.startswith("__") and name != "__path__"
-        if is_for_imports or (not _Loading.is_running and name in _UNCOMPILED):
-            return _UNCOMPILED.get(name) or ModuleType.__getattribute__(self, name)
-        _load()
+        if name in _EAGER_FUNCTIONS and not _LoadState.is_running:
+            return _EAGER_FUNCTIONS[name]
+        if name == "__path__" or not name.startswith("__"):  # an import of a submodule reads __path__
+            _load()
         return ModuleType.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -51,28 +52,28 @@ class _Placeholder(ModuleType):
         ModuleType.__setattr__(self, name, value)
 
 
-class _Loading:
+class _LoadState:
     """State of the loading of the module."""
 
     lock = threading.RLock()
     is_running = False
-    deferred: list[Callable[[], Any]] = []  # noqa: RUF012
-    """What to do when the module is loaded."""
+    actions: list[Callable[[], Any]] = []  # noqa: RUF012
+    """Functions to call once the module is loaded."""
 
 
 def _load() -> None:
     """Load the module once. Other threads wait until it is loaded. Without effect while it is being loaded."""
     dynamo = sys.modules[DYNAMO]
-    with _Loading.lock:
-        if _Loading.is_running or not isinstance(dynamo, _Placeholder):
+    with _LoadState.lock:
+        if _LoadState.is_running or not isinstance(dynamo, _Placeholder):
             return
-        _Loading.is_running = True
+        _LoadState.is_running = True
         try:
             vars(dynamo)["__loader__"].exec_module(dynamo)
             object.__setattr__(dynamo, "__class__", ModuleType)
         finally:
-            _Loading.is_running = False
-        for action in _Loading.deferred:
+            _LoadState.is_running = False
+        for action in _LoadState.actions:
             action()
 
 
@@ -82,21 +83,22 @@ def _disable(function: Any = None, *args: Any, **options: Any) -> Any:
     if not isinstance(function, FunctionType):
         _load()
         return sys.modules[DYNAMO].disable(function, *args, **options)
-    chosen = [function]
+    current = function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return chosen[0](*args, **kwargs)
+        return current(*args, **kwargs)
 
     def disable() -> None:
-        chosen[0] = sys.modules[DYNAMO].disable(function, *args, **options)
+        nonlocal current
+        current = sys.modules[DYNAMO].disable(function, *args, **options)
 
-    _Loading.deferred.append(disable)
+    _LoadState.actions.append(disable)
     return call
 
 
 def _allow_in_graph(function: Any) -> Any:
-    _Loading.deferred.append(lambda: sys.modules[DYNAMO].allow_in_graph(function))
+    _LoadState.actions.append(lambda: sys.modules[DYNAMO].allow_in_graph(function))
     return function
 
 
@@ -109,7 +111,7 @@ def _graph_break(msg: str = "") -> None:
     """Do nothing, as torch's function outside compiled code."""
 
 
-_UNCOMPILED: dict[str, Any] = {
+_EAGER_FUNCTIONS: dict[str, Any] = {
     "disable": _disable,
     "allow_in_graph": _allow_in_graph,
     "assume_constant_result": _assume_constant_result,
@@ -125,10 +127,10 @@ class _SubmoduleFinder:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:  # fmt: skip
         is_loaded = name.startswith(f"{DYNAMO}.") and name in sys.modules
-        return ModuleSpec(name, _LoadedModule(sys.modules[name])) if is_loaded else None  # type: ignore[arg-type]
+        return ModuleSpec(name, _LoadedModuleLoader(sys.modules[name])) if is_loaded else None  # type: ignore[arg-type]
 
 
-class _LoadedModule:
+class _LoadedModuleLoader:
     """Loader of a module that is loaded already."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -138,4 +140,4 @@ class _LoadedModule:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec  # torch's modules of settings refuse other attributes
+        vars(module)["__spec__"] = self._spec  # torch's config modules refuse names that are not settings

@@ -8,9 +8,11 @@ parts of this time, measured one after another:
 - 0.4 s for scipy, from which transformers needs one function for object detection;
 - 0.1 s for boto3, from which accelerate needs functions for its command for SageMaker;
 - 1.3 s for garbage collection among a million objects of modules, none of which is garbage;
-- 0.7 s for torch's compiler (lazy_dynamo.py), its distributed tensors, and sympy, which both import.
+- 0.7 s for torch's compiler (lazy_dynamo.py), distributed tensors and sympy, which both import. Distributed tensors are
+  left out only in Ratchet's own processes.
 
-All functions still work, because deferred modules are loaded on first use.
+All functions still work, because deferred modules are loaded on first use. Where distributed tensors are left out,
+transformers cannot distribute models; Ratchet distributes them itself.
 """
 
 import functools
@@ -29,7 +31,7 @@ from ratchet.models.lazy_dynamo import defer_dynamo
 
 SCIPY_OPTIMIZE = "scipy.optimize"
 BOTO3 = "boto3"
-ITEM_TRANSFORMATION = "torch._dynamo._trace_wrapped_higher_order_op"
+TRACE_WRAPPED_OP = "torch._dynamo._trace_wrapped_higher_order_op"
 MODELS_PREFIX = "models"
 
 
@@ -42,16 +44,18 @@ def set_library_defaults() -> None:
     # takes 1.7 times as long with sleeping threads as with spinning threads. Next to one busy process, however, a step
     # takes 40 times as long with spinning threads (docs/evidence_speed.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN and ideep keep up to 1024 kernels by default, one for each shape of a product, with its work space. With
-    # batches of many lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps. A layer and its
-    # adapter need up to 16 shapes; with 32 kernels a training is as fast, and with 8 it is a tenth slower.
+    # By default, oneDNN and ideep each cache up to 1024 kernels, one for each shape of a product, with their work
+    # space. With batches of many lengths, a training of a model with 0.1M parameters held 550 MB after 57 steps. A
+    # layer and its adapter need up to 16 shapes. Training is not faster with 32 kernels, and slower with 8
+    # (docs/evidence_speed.md).
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "16")
     os.environ.setdefault("TQDM_DISABLE", "1")  # Ratchet reports progress itself
 
 
 def import_model_libraries(in_own_process: bool = False) -> None:
-    """Import the libraries that every model needs. Repeated calls are cheap.
+    """Import the libraries that every model needs, and let oneDNN compute products in this process where it is faster
+    (`cpu_products.use_onednn`). Repeated calls are cheap.
 
     Args:
         in_own_process: whether only Ratchet uses the libraries in this process (see `import_transformers`).
@@ -70,11 +74,11 @@ def import_model_libraries(in_own_process: bool = False) -> None:
 
 
 def import_transformers(in_own_process: bool = False) -> None:
-    """Import torch and transformers.
+    """Set the libraries' defaults (`set_library_defaults`), then import torch and transformers.
 
     Args:
         in_own_process: whether only Ratchet uses transformers in this process. It is then imported without support for
-            torch's distributed tensors: Ratchet distributes models itself, after they are loaded.
+            distributed tensors.
     """
     set_library_defaults()
     with pause_garbage_collection(), defer_function(SCIPY_OPTIMIZE, "linear_sum_assignment"), defer_module(BOTO3):
@@ -85,7 +89,7 @@ def import_transformers(in_own_process: bool = False) -> None:
             ignore_distributed_tensors()
         with reuse_model_listing():
             importlib.import_module("transformers.models")
-        with defer_function(ITEM_TRANSFORMATION, "TransformGetItemToIndex"):  # needed only for masks under vmap
+        with defer_function(TRACE_WRAPPED_OP, "TransformGetItemToIndex"):  # needed only for masks under vmap
             importlib.import_module("transformers.masking_utils")  # every model imports it
         importlib.import_module("transformers.modeling_utils")
 
@@ -107,9 +111,8 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 def ignore_distributed_tensors() -> None:
-    """Make modules of transformers that are imported later assume that torch cannot distribute tensors.
-
-    What nevertheless needs the module `torch.distributed.tensor` loads it.
+    """Make modules of transformers that are imported later assume that torch.distributed is not available, so that they
+    do not import its tensors. Other code that reads `torch.distributed.tensor` loads it.
     """
     from torch import distributed
 
@@ -195,7 +198,7 @@ def defer_compilation() -> Iterator[None]:
 
 @contextmanager
 def defer_function(module: str, name: str) -> Iterator[None]:
-    """Make an import of this function, or class, in this context load its module only when it is called."""
+    """Make an import of a function or class inside this context load its module only when the function is called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(module), name)(*args, **kwargs)

@@ -72,7 +72,7 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
     """Compute the negative log-likelihood in nats of each label, [sequences, positions - 1]; 0 where masked.
 
     No attention mask is needed: sequences are padded on the right, and causal attention does not see later positions.
-    `position_ids` that restart at 0 make transformers keep the rows of a pack separate. Logits are computed only for
+    `position_ids` that restart at 0 separate the rows of a pack. Logits are computed only for
     columns with at least one label, never for all positions.
     """
     targets = labels[:, 1:]
