@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -128,6 +129,17 @@ def test_an_improvement_that_is_smaller_than_differences_between_seeds_is_not_wo
             for one in history
         ]
         assert search(scaled).choose() == step
+
+
+def test_a_small_improvement_is_worth_a_training_only_when_no_other_may_begin() -> None:
+    """All values were tried, so no new ones are proposed in either case."""
+    near = {**GOOD, "train.learning_rate": 2.6e-3}
+    history = [trained(0, BAD, 100), trained(1, GOOD, 1000, "complete"), trained(2, near, 100)]
+    last = replace(search(history), is_tried=lambda _: True)
+    assert last.choose() == Continuation(2)
+    assert replace(last, may_begin=True).choose() is None
+    history[2] = trained(2, near, 200)  # its curve now shows that it will hardly be better
+    assert replace(last, history=history).choose() is None
 
 
 def test_other_workers_propose_values_elsewhere_while_a_training_runs() -> None:

@@ -29,9 +29,10 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT = 0.01
-"""Expected improvement below which a paused training is continued only for the final round, in standard deviations of
-all losses (as logarithms): where losses differ little, small improvements count."""
+MIN_IMPROVEMENT, MIN_LAST_IMPROVEMENT = 0.01, 0.002
+"""Expected improvement below which a paused training is continued only for the final round: while new trainings may
+begin, and afterwards. The unit is the standard deviation of all losses (as logarithms), because small improvements
+count where losses differ little."""
 
 MIN_RELATIVE_IMPROVEMENT = 0.0005
 """The same as a share of the loss; the larger of the two counts. Seeds alone change losses by more."""
@@ -253,7 +254,8 @@ class FreezeThawSearch:
 
     @property
     def _min_score(self) -> float:
-        return math.log(max(MIN_IMPROVEMENT * self._model.log_loss_std, MIN_RELATIVE_IMPROVEMENT))
+        improvement = MIN_IMPROVEMENT if self.may_begin else MIN_LAST_IMPROVEMENT
+        return math.log(max(improvement * self._model.log_loss_std, MIN_RELATIVE_IMPROVEMENT))
 
     # New values.
 
