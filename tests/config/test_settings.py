@@ -139,6 +139,8 @@ def test_an_invalid_learning_rate_is_refused_with_the_value_found(value: str, fo
     ("text", "says"),
     [
         ("train:\n  rank: 0\n", "train.rank: found 0; expected an integer >= 1"),
+        ("train:\n  seed: 99999999999999999999\n", "expected at most 9223372036854775807 (64 bits)"),
+        ("train:\n  learning_rate: 1e99\n", "train.learning_rate: found 1e+99; expected at most 1e+30"),
         ("train:\n  rank: 1.5\n", "train.rank: found 1.5"),
         ("train:\n  rank: true\n", "train.rank: found True"),
         ("train:\n  double_quantization: 1\n", "train.double_quantization: found 1"),

@@ -55,6 +55,18 @@ def test_rows_and_lengths_equal_those_of_datasets(data: Path) -> None:
     assert token_files.read_lengths(data, "train").dtype == np.int64
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.0, "damaged"), (0.01, "damaged"), (0.5, "damaged"), (None, "missing")])
+def test_a_damaged_or_missing_file_is_named(data: Path, share: float | None, said: str) -> None:
+    path = data / "train.arrow"
+    content = path.read_bytes()
+    path.unlink()
+    if share is not None:
+        path.write_bytes(content[: int(share * len(content))])
+    for read in (token_files.load_rows, token_files.read_lengths):
+        with pytest.raises(DamagedFileError, match=rf"^{re.escape(str(path))}: {said}.*; run `dvc repro -f prepare`$"):
+            read(data, "train")
+
+
 def test_buckets_that_do_not_fit_in_memory_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("whole", "divided", "at_a_batch"):
         (tmp_path / folder).mkdir()

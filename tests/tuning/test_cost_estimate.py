@@ -32,7 +32,7 @@ def test_without_pruning_and_without_a_run_there_is_one_number_and_no_time() -> 
     )  # fmt: skip
     assert estimate.format() == (
         "4 trials; a complete training has 1,000 answer tokens, the search needs 4,000; no estimate of the time, "
-        "because no run with this base that was trained alone is complete"
+        "because no complete run with this base was trained alone and is long enough"
     )
 
 
@@ -41,14 +41,16 @@ def test_the_time_of_trials_together_is_not_known(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "project", settings)
     alone, space = build_run_spec(layout, settings), SearchSpace.from_settings(settings)
 
-    def estimate_after_a_run(spec: RunSpec) -> SearchEstimate:
+    def estimate_after_a_run(spec: RunSpec, steps: int = 100) -> SearchEstimate:
         run = RunDirectory.open(layout.runs, spec)
-        journaled.attempt(run, 1, 1, 10)
+        journaled.attempt(run, 1, 1, steps)
         journaled.seal_result(run.paths)
         run.close()
         return estimate_search(layout, settings, space, workers=2)
 
     assert estimate_after_a_run(alone.model_copy(update={"is_grouped": True})).tokens_per_s is None
+    short = alone.model_copy(update={"train": alone.train.model_copy(update={"seed": 9})})
+    assert estimate_after_a_run(short, steps=10).tokens_per_s is None
     text = estimate_after_a_run(alone).format()
     assert "for one trial at a time on each worker" in text
     assert text.endswith("how much faster 4 at a time (sweep.concurrent_trials) are is not known")

@@ -14,6 +14,7 @@ import tiny_project
 import tiny_sweep
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import FinalistSettings, ObjectiveSettings, PrunerSettings, SamplerSettings, SweepParameter
+from ratchet.console.sweep_table import count_finished
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.device_lock import DeviceLock
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -21,6 +22,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.storage.records.training import TrainReport
 from ratchet.tuning import final_round
+from ratchet.tuning.report import build_report
 from ratchet.tuning.scheduler import TrialScheduler
 from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask
@@ -155,6 +157,20 @@ def test_those_of_a_fork_come_on_top(begin: Begin) -> None:
         end(after, work(after), "complete", [loss])
     assert after.next() == "over"
     assert len({trial.run_id for trial in after.store.trials()}) == 4
+
+
+def test_a_fork_plans_a_training_that_was_continued_once(begin: Begin) -> None:
+    before = begin(trials=3, pruner=ASHA, finalists=FinalistSettings(top_k=1))
+    left(before, 1.0, 2.0, 3.0)
+    continued = work(before)
+    assert continued.trial.continues == 0
+    end(before, continued, "complete", [1.0, 0.9, 0.8, 0.7])
+    after = begin(fork=True, trials=2, pruner=NEVER, sampler=SamplerSettings(kind="random", seed=1))
+    assert after.store.carried == 4
+    for loss in (3.0, 4.0):
+        end(after, work(after), "complete", [loss])
+    report = build_report(after.store, after.settings, after.space, after.store.identity, with_importances=False)
+    assert count_finished(report) == report.planned_trials == 5
 
 
 def test_a_released_trial_is_taken_over_before_anything_else(begin: Begin) -> None:

@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Mapping
@@ -87,6 +88,9 @@ def _read_descriptions(section: type[Section]) -> dict[str, str]:
     return descriptions
 
 
+MAX_INTEGER, MAX_FLOAT = 2**63 - 1, 1e30
+"""Greatest values of settings that are numbers."""
+
 # Validators that run before pydantic's own. Their ValueErrors name the expected value; params_file.py adds file, line
 # and the value found.
 
@@ -100,6 +104,16 @@ def parse_number(value: Any) -> Any:
             return value
         return int(number) if number.is_integer() and not any(c in value.lower() for c in ".e") else number
     return value
+
+
+def parse_limited_number(value: Any) -> Any:
+    """Convert a number as `parse_number` does, and check that it fits into tensors and random number generators."""
+    number = parse_number(value)
+    if isinstance(number, int) and abs(number) > MAX_INTEGER:
+        raise ValueError(f"expected at most {MAX_INTEGER} (64 bits)")
+    if isinstance(number, float) and MAX_FLOAT < abs(number) < math.inf:
+        raise ValueError(f"expected at most {MAX_FLOAT:g}")
+    return number
 
 
 def parse_count(value: Any, choice: str) -> Any:
@@ -150,12 +164,12 @@ def wrap_single_value(value: Any) -> Any:
 
 
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(parse_number)]
-Count = Annotated[int, Field(ge=0), BeforeValidator(parse_number)]
-PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(parse_number)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(parse_limited_number)]
+PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(parse_limited_number)]
 OptionalPositiveCount = Annotated[PositiveCount | None, BeforeValidator(parse_number)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_number)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_number)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(parse_limited_number)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(parse_limited_number)]
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 ShareOrBound = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)]
 PositiveShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(parse_number)]

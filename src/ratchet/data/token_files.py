@@ -333,9 +333,15 @@ def _require_preferences(data: Path, names: Sequence[str], objective: Objective)
 
 
 def _map_table(data: Path, split: SplitName) -> pa.Table:
-    with pa.memory_map(str(data / f"{split}.arrow")) as mapped, pa.ipc.open_stream(mapped) as stream:
-        _require_columns(data, stream.schema.names)
-        return stream.read_all()
+    path = data / f"{split}.arrow"
+    try:
+        with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            _require_columns(data, stream.schema.names)
+            return stream.read_all()
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path}: missing; run `dvc repro -f prepare`") from None
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DamagedFileError(f"{path}: damaged ({first_line(error)}); run `dvc repro -f prepare`") from error
 
 
 def _require_columns(data: Path, names: Sequence[str]) -> None:

@@ -292,11 +292,12 @@ def recommend_optimizer_paging(facts: RecommendationInputs) -> RecommendedChange
 def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | None:
     """Recommend smaller batches for more steps."""
     train, steps = facts.settings.train, _count_steps(facts)
-    if steps is None or steps >= MIN_STEPS or train.batch_size <= SMALL_BATCH_ROWS:
+    smallest = max(1, round(SMALL_BATCH_ROWS / _rows_per_sequence(facts)))
+    if steps is None or steps >= MIN_STEPS or train.batch_size <= smallest:
         return None
     size = train.batch_size
-    while size > SMALL_BATCH_ROWS and steps * train.batch_size / size < MIN_STEPS:
-        size = max(SMALL_BATCH_ROWS, size // 2)
+    while size > smallest and steps * train.batch_size / size < MIN_STEPS:
+        size = max(smallest, size // 2)
     reason = f"only {steps} optimizer steps in total, and large batches hurt LoRA more than full fine-tuning"
     return RecommendedChange({"train.batch_size": size}, reason, f"{LORA_WITHOUT_REGRET}; {QLORA_PAPER}, appendix B")
 
@@ -315,12 +316,21 @@ def recommend_epochs(facts: RecommendationInputs) -> RecommendedChange | None:
 
 
 def _count_steps(facts: RecommendationInputs) -> int | None:
-    """Return the number of optimizer steps; None if rows are packed, because the card does not count packs."""
+    """Return the number of optimizer steps, estimated if rows are packed; None without data."""
     train = facts.settings.train
-    if facts.data is None or train.batching == "packed":
+    if facts.data is None:
         return None
-    rows = facts.data.splits["train"] + facts.data.repeated
-    return max(1, math.ceil(max(1, round(rows * train.epochs)) / train.batch_size))
+    sequences = (facts.data.splits["train"] + facts.data.repeated) / _rows_per_sequence(facts)
+    return max(1, math.ceil(max(1, round(sequences * train.epochs)) / train.batch_size))
+
+
+def _rows_per_sequence(facts: RecommendationInputs) -> float:
+    """Return 1, or the mean number of rows per pack if packs are full."""
+    train, rows = facts.settings.train, facts.rows
+    if train.batching != "packed" or facts.data is None or rows is None or not rows.total:
+        return 1.0
+    mean_tokens = rows.total / max(1, sum(rows.histogram.values()) or facts.data.splits["train"])
+    return max(1.0, train.pack_tokens / (mean_tokens * train.rows_per_example))
 
 
 # Rules about the lengths of rows.

@@ -17,6 +17,10 @@ from ratchet.tuning.pruners import LAST_RUNG
 from ratchet.tuning.search_space import SearchSpace, longest_epochs
 from ratchet.tuning.trial import compute_cost, read_run_summary
 
+MIN_SHARE_OF_TRAINING = 0.1
+"""A run with less than this share of a complete training's answer tokens says nothing about the speed: its first steps
+take longer than later ones."""
+
 
 @dataclass(frozen=True)
 class SearchEstimate:
@@ -30,8 +34,8 @@ class SearchEstimate:
     first_pruning: float
     """Share of a training after which a trial can first be pruned; 1 if nothing is pruned."""
     tokens_per_s: float | None
-    """Answer tokens per second of the newest complete run with the same base that was trained alone; None if there is
-    none."""
+    """Answer tokens per second of the newest complete run with the same base that was trained alone and is long enough
+    (MIN_SHARE_OF_TRAINING); None if there is none."""
     workers: int
     concurrent_trials: int = 1
     """Trials that each worker trains together."""
@@ -59,7 +63,8 @@ class SearchEstimate:
         is_open = self.least_tokens < self.most_tokens
         text += f"{self.least_tokens:,} to {self.most_tokens:,}" if is_open else f"{self.most_tokens:,}"
         if self.tokens_per_s is None:
-            return f"{text}; no estimate of the time, because no run with this base that was trained alone is complete"
+            why = "no complete run with this base was trained alone and is long enough"
+            return f"{text}; no estimate of the time, because {why}"
         times = [
             format_duration(tokens / self.tokens_per_s / self.workers)
             for tokens in dict.fromkeys((self.least_tokens, self.most_tokens))
@@ -75,12 +80,13 @@ class SearchEstimate:
 def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpace, workers: int) -> SearchEstimate:
     """Return the estimate for a new study."""
     sweep, card, epochs = settings.sweep, DatasetCard.load(layout.dataset_card), longest_epochs(space, settings)
+    training_tokens = round(card.lengths["train"].trained * epochs)
     return SearchEstimate(
         trials=sweep.trials,
         complete_trainings=max(1, sweep.finalists.top_k),
-        training_tokens=round(card.lengths["train"].trained * epochs),
+        training_tokens=training_tokens,
         first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs, card.splits["train"]),
-        tokens_per_s=_measure_speed(layout, settings),
+        tokens_per_s=_measure_speed(layout, settings, MIN_SHARE_OF_TRAINING * training_tokens),
         workers=workers,
         concurrent_trials=count_concurrent_trials(settings),
         max_tokens=sweep.max_tokens,
@@ -101,8 +107,9 @@ def _compute_first_pruning_share(settings: Settings, longest_rows: float, epoch_
     return min(1.0, validations * rows_between / longest_rows)
 
 
-def _measure_speed(layout: ProjectLayout, settings: Settings) -> float | None:
-    """Return the answer tokens per second of the newest complete run with this project's base; None without one.
+def _measure_speed(layout: ProjectLayout, settings: Settings, min_tokens: float) -> float | None:
+    """Return the answer tokens per second of the newest complete run with this project's base and at least this many
+    answer tokens; None without one.
 
     Runs that a group has trained do not count, because their steps contain the time of other runs.
     """
@@ -113,6 +120,6 @@ def _measure_speed(layout: ProjectLayout, settings: Settings) -> float | None:
             spec = RunSpec.load(paths.spec)
             if spec.base_digest == base_digest and not spec.is_grouped:
                 cost = compute_cost(paths, read_run_summary(paths))
-                if cost.train_seconds > 0 and cost.trained_tokens > 0:
+                if cost.train_seconds > 0 and cost.trained_tokens >= max(1.0, min_tokens):
                     return cost.trained_tokens / cost.train_seconds
     return None

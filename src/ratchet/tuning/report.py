@@ -57,8 +57,8 @@ def build_report(
         data_digest=str(identity["data"])[: digests.SHORT],
         base_digest=str(identity["base"])[: digests.SHORT],
         planned_trials=settings.sweep.trials
-        + store.carried
-        + sum(t.request is not None for t in history[store.carried :]),
+        + sum(trial.continues is None for trial in history[: store.carried])
+        + sum(trial.request is not None for trial in history[store.carried :]),
         trials=tuple(history),
         importances=compute_importances(space, objectives, history, settings.sweep.sampler.seed)
         if with_importances
