@@ -16,6 +16,7 @@ from init_cases import (
 from ratchet.config.base import Base
 from ratchet.config.gate import ForgettingRule
 from ratchet.config.prepare import Prepare
+from ratchet.errors import DataError
 from ratchet.registry import keys
 from ratchet.stages import init
 from ratchet.storage.layout import ProjectLayout
@@ -102,3 +103,17 @@ def test_the_columns_of_pairs_can_be_named(tmp_path: Path) -> None:
     columns = settings.prepare.columns
     assert (columns.prompt, columns.response, columns.rejected) == ("ask", "good", "bad")
     assert (settings.prepare.task, settings.train.objective) == ("preferences", "dpo")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1\n', r"0 usable rows .*; first unusable row: .*rows\.jsonl:1: not JSON \(.*"),
+        ('{"prompt": "a", "response": ""}\n', r"0 usable rows .*; first unusable row: .*rows\.jsonl:1: empty answer"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_with_the_first_reason(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(DataError, match=said):
+        init.init(tmp_path / "project", tmp_path / "rows.jsonl")
+    assert not (tmp_path / "project").exists()

@@ -33,7 +33,7 @@ from ratchet.config.settings import Settings
 from ratchet.config.sweep import ObjectiveSettings, Sweep
 from ratchet.config.train import Objective, Train
 from ratchet.data import splits
-from ratchet.data.conversation import SourceRow, missing_part_reason
+from ratchet.data.conversation import MalformedRecord, missing_part_reason
 from ratchet.data.sources import SourceReader
 from ratchet.errors import BaseModelError, DamagedFileError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
@@ -287,16 +287,23 @@ def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
             f"{source}: the rows are answers that `ratchet select` selected, which are only trained on; create the "
             "project from rows of other origin, then add this file and its card to data/raw and prepare.sources"
         )
+    problem = ""
     for row in reader.rows():
         summary.all_rows += 1
-        if isinstance(row, SourceRow) and missing_part_reason(row) is None:
+        if isinstance(row, MalformedRecord):
+            problem = problem or f"; first unusable row: {row.where}: {row.detail}"
+        elif reason := missing_part_reason(row):
+            problem = problem or f"; first unusable row: {row.where}: {reason.replace('_', ' ')}"
+        else:
             summary.responses[row.conversation.response] += 1
             summary.splits[splits.assign_split(row.conversation.prompt, prepare.split)] += 1
             summary.pairs += row.conversation.rejected is not None
             summary.labelled += row.conversation.is_desirable is not None
             summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
-        raise DataError(f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed")
+        raise DataError(
+            f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed{problem}"
+        )
     summary.schema_name = reader.schema_descriptions[0]
     return summary
 
