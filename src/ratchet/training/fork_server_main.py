@@ -20,6 +20,8 @@ def _preload() -> None:
         return
     lazy_imports.import_model_libraries(in_own_process=True)
     with lazy_imports.pause_garbage_collection():
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  operators on the meta device import it, and sympy
+
         import ratchet.training.worker  # noqa: F401
 
 
