@@ -24,9 +24,8 @@ from ratchet.models.loss import (
     SequenceBatch,
     TeacherTargets,
     answer_nll,
-    compute_all_logits,
+    compute_logits,
     compute_loss_and_gradient,
-    forward_inputs,
 )
 from ratchet.models.model_spec import find_blocks, find_body
 from ratchet.models.packed_attention import attend_within_rows
@@ -383,19 +382,24 @@ class ChunkedLoss:
             with self.phase("forward"):
                 nll = answer_nll(self.model, batch.input_ids, batch.labels, batch.position_ids).sum()
                 if self._counts_correct:
-                    logits = compute_all_logits(self.model, batch).flatten(0, 1)[self.positions]
+                    logits = self._compute_trained_logits()
                     self.correct = (logits.argmax(-1) == self.targets).sum()
             self.value = nll.detach().double()
             if scale is not None:
                 self._backward = (nll * scale).backward
             return
         with self.phase("forward"):
-            logits = compute_all_logits(self.model, batch).flatten(0, 1)[self.positions]
+            logits = self._compute_trained_logits()
         with self.phase("loss"):
             targets = self.teacher_targets.select(slice(0, len(self.positions)))
             self.value, gradient = compute_loss_and_gradient(logits, self.targets, targets)
         if scale is not None:
             self._backward = partial(logits.backward, gradient.mul_(scale).to(logits.dtype))
+
+    def _compute_trained_logits(self) -> Tensor:
+        """Return logits [trained positions, vocabulary] of a pass of the whole model."""
+        logits = compute_logits(self.model, self.batch.input_ids, self.batch.position_ids)
+        return logits.flatten(0, 1)[self.positions]
 
     def _run_body(self) -> Tensor | None:
         """Return hidden states [sequences, positions, width]; None if the model does not compute logits from them.
@@ -409,10 +413,8 @@ class ChunkedLoss:
             return _map_hidden_states(output, lambda states: states.detach()[:1, :1])
 
         hook = self.body.register_forward_hook(capture_output)
-        positions = self.batch.position_ids
         try:
-            with attend_within_rows(self.model, positions):
-                logits = self.model(**forward_inputs(self.batch.input_ids, positions), use_cache=False).logits
+            logits = compute_logits(self.model, self.batch.input_ids, self.batch.position_ids)
         finally:
             hook.remove()
         if len(outputs) != 1 or logits.shape[:2] != (1, 1):

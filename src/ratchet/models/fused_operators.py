@@ -53,7 +53,7 @@ def represent_device(device: str) -> Iterator[None]:
 
 def is_on_cpu(tensor: Tensor) -> bool:
     """Return whether a tensor is on a CPU, or on the meta device while that represents a CPU (`represent_device`)."""
-    return bool(_is_meta_cpu) if tensor.is_meta else tensor.device.type == "cpu"
+    return bool(_is_meta_cpu if tensor.is_meta else tensor.device.type == "cpu")
 
 
 def fuse(model: nn.Module) -> None:
@@ -95,8 +95,8 @@ def _divide(rows: Tensor) -> Iterator[slice]:
         unit = VECTOR // math.gcd(VECTOR, width)
         wanted = torch.get_num_threads() * TILE_BYTES // (width * rows.element_size())
         step = max(wanted // unit, 1) * unit
-    if rows.is_meta and _is_meta_cpu:
-        length = 0 if length > MAX_COUNTED_TILES * step else min(length, step)
+        if rows.is_meta:
+            length = 0 if length > MAX_COUNTED_TILES * step else min(length, step)
     for first in range(0, length, step):
         yield slice(first, first + step)
 

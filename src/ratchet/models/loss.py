@@ -86,28 +86,20 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
     return nll.index_copy(1, columns, column_nll.view(column_targets.shape))
 
 
-def forward_inputs(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword arguments of a forward pass."""
+def compute_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, **options: Tensor) -> Tensor:
+    """Run a forward pass, in which packs are read row by row, and return its logits. `options` go to the model."""
     # transformers detects packs only without mask and cache (masking_utils, 5.23).
-    return {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
-
-
-def compute_all_logits(model: Model, batch: SequenceBatch) -> Tensor:
-    """Return logits [sequences, positions, vocabulary] of every position."""
-    with attend_within_rows(model, batch.position_ids):
-        logits: Tensor = model(**forward_inputs(batch.input_ids, batch.position_ids), use_cache=False).logits
+    inputs = options if position_ids is None else {"position_ids": position_ids, **options}
+    with attend_within_rows(model, position_ids):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return logits
 
 
 def _compute_column_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
     """Return logits [sequences, columns, vocabulary]."""
-    inputs = forward_inputs(input_ids, position_ids)
-    with attend_within_rows(model, position_ids):
-        if "logits_to_keep" in _forward_parameter_names(model):
-            logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
-        else:
-            logits = model(**inputs, use_cache=False).logits[:, columns]
-    return logits
+    if "logits_to_keep" in _forward_parameter_names(model):
+        return compute_logits(model, input_ids, position_ids, logits_to_keep=columns)
+    return compute_logits(model, input_ids, position_ids)[:, columns]
 
 
 def _forward_parameter_names(model: Model) -> set[str]:

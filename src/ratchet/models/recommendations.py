@@ -320,7 +320,7 @@ def _count_steps(facts: RecommendationInputs) -> int | None:
     train = facts.settings.train
     if facts.data is None:
         return None
-    sequences = (facts.data.splits["train"] + facts.data.repeated) / _rows_per_sequence(facts)
+    sequences = _count_rows(facts.data) / _rows_per_sequence(facts)
     return max(1, math.ceil(max(1, round(sequences * train.epochs)) / train.batch_size))
 
 
@@ -329,8 +329,12 @@ def _rows_per_sequence(facts: RecommendationInputs) -> float:
     train, rows = facts.settings.train, facts.rows
     if train.batching != "packed" or facts.data is None or rows is None or not rows.total:
         return 1.0
-    mean_tokens = rows.total / max(1, sum(rows.histogram.values()) or facts.data.splits["train"])
-    return max(1.0, train.pack_tokens / (mean_tokens * train.rows_per_example))
+    return max(1.0, train.pack_tokens * _count_rows(facts.data) / (rows.total * train.rows_per_example))
+
+
+def _count_rows(data: DatasetCard) -> int:
+    """Return the number of training rows of an epoch."""
+    return data.splits["train"] + data.repeated
 
 
 # Rules about the lengths of rows.
