@@ -123,7 +123,7 @@ def test_new_values_are_not_at_the_other_end_of_the_space_where_least_is_known()
 
 def test_an_improvement_that_is_smaller_than_differences_between_seeds_is_not_worth_a_training() -> None:
     history = [*PAUSED, trained(4, FAIR, 1000, "complete", continues=2)]
-    for scale, step in ((0.01, Continuation(1)), (0.001, None)):
+    for scale, step in ((0.02, Continuation(1)), (0.002, None)):
         scaled = [
             one.model_copy(update={"curve": {rows: 3 * (value / 3) ** scale for rows, value in one.curve.items()}})
             for one in history

@@ -52,6 +52,38 @@ def test_values_without_a_training_are_predicted_from_others_and_with_less_confi
     assert prediction.std.mean() > model.predict_observed(range(6)).std.mean()
 
 
+def test_final_losses_are_not_predicted_too_high_before_a_training_is_complete() -> None:
+    """Over five histories, the mean error of the predicted logarithms is below 0.12; without the common fall, 0.2."""
+    for seed in range(5):
+        curves = some_curves([3] * 10, seed)
+        prediction = LearningCurveModel(curves).predict_observed(range(10))
+        wanted = np.log([final_loss(curve.position) for curve in curves])
+        assert (prediction.mean - wanted).mean() < 0.12
+
+
+def test_values_are_predicted_along_a_valley_that_lies_diagonally() -> None:
+    """The best sum of both values is 1.1, as a larger rank needs a smaller learning rate. The trainings cover the
+    first 60 % of the first value. Without the direction, the mean error is 0.2."""
+
+    def diagonal(position: Sequence[float], progress: float) -> float:
+        end = 0.4 + 2 * (position[0] + position[1] - 1.1) ** 2 + 0.15 * (1 - position[0])
+        return end + 0.5 * (progress**-0.4 - 1)
+
+    points = np.array([(first, 1.1 - first) for first in np.linspace(0.65, 1, 8)])
+    wanted = np.log([diagonal(point, 1.0) for point in points])
+    errors = []
+    for seed in range(5):
+        source = np.random.default_rng(seed)
+        positions = source.random((12, 2)) * [0.6, 1]
+        rungs = [RUNGS[:5]] * 4 + [RUNGS[:2]] * 8
+        curves = [
+            LearningCurve(tuple(position), shares, tuple(diagonal(position, share) for share in shares))
+            for position, shares in zip(positions, rungs, strict=True)
+        ]
+        errors.append(np.abs(LearningCurveModel(curves).predict_new(points).mean - wanted).mean())
+    assert np.mean(errors) < 0.12
+
+
 def test_losses_that_are_not_finite_or_enormous_count_as_bad_and_spoil_no_other_prediction() -> None:
     curves = some_curves([5] * 4 + [2] * 8)
     bad = [LearningCurve((0.98, 0.5), RUNGS[:2], (math.inf, math.nan)), LearningCurve((0.97, 0.1), (0.1,), (1e30,))]

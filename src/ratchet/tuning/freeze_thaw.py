@@ -34,7 +34,7 @@ MIN_IMPROVEMENT, MIN_LAST_IMPROVEMENT = 0.01, 0.002
 begin, and afterwards. The unit is the standard deviation of all losses (as logarithms), because small improvements
 count where losses differ little."""
 
-MIN_RELATIVE_IMPROVEMENT = 0.0005
+MIN_RELATIVE_IMPROVEMENT = 0.001
 """The same as a share of the loss; the larger of the two counts. Seeds alone change losses by more."""
 
 RUNG_FACTOR = 2
@@ -224,13 +224,14 @@ class FreezeThawSearch:
     def _best(self) -> float:
         """Logarithm of the loss that must be improved: of the best complete training, or else the best prediction.
 
-        The prediction of a training that a person has stopped or paused counts only if there is no other.
+        Running trainings count as complete, with their predictions. The prediction of a training that a person has
+        stopped or paused counts only if there is no other.
         """
         complete = [
             math.log(max(self._curves[curve].losses[-1], MIN_LOSS))
             for index, curve in self._curve_indices.items()
             if self._lineages[index].decisive.state == "complete"
-        ]
+        ] + list(self._running.values())
         predicted = [
             self._predicted[curve]
             for index, curve in self._curve_indices.items()
@@ -322,19 +323,30 @@ class FreezeThawSearch:
         return np.unique(np.array(exact), axis=0)
 
     @cached_property
+    def _running(self) -> dict[int, float]:
+        """Predicted logarithms of the final losses of running trainings, by the index of the lineage."""
+        running = {}
+        for index, lineage in enumerate(self._lineages):
+            if lineage.trials[-1].state != "running" or self.trial_at_rung in lineage.numbers:
+                continue
+            if (curve := self._curve_indices.get(index)) is not None:
+                running[index] = self._predicted[curve]
+            else:
+                position = np.array([self._to_position(lineage.values)])
+                running[index] = float(self._model.predict_new(position).mean[0])
+        return running
+
+    @cached_property
     def _model_with_running(self) -> LearningCurveModel:
         """Model in which running trainings have ended as predicted, so that other values are proposed meanwhile
         (Ginsbourger et al. 2010, "kriging believer")."""
         curves = list(self._curves)
-        for index, lineage in enumerate(self._lineages):
-            if lineage.trials[-1].state != "running" or self.trial_at_rung in lineage.numbers:
-                continue
+        for index, log_loss in self._running.items():
             if (known := self._curve_indices.get(index)) is None:
-                position = self._to_position(lineage.values)
-                mean = self._model.predict_new(np.array([position])).mean[0]
-                curves.append(LearningCurve(position, (1.0,), (math.exp(mean),)))
+                position = self._to_position(self._lineages[index].values)
+                curves.append(LearningCurve(position, (1.0,), (math.exp(log_loss),)))
             elif (curve := curves[known]).progress[-1] < 1.0:
-                losses = (*curve.losses, math.exp(self._predicted[known]))
+                losses = (*curve.losses, math.exp(log_loss))
                 curves[known] = LearningCurve(curve.position, (*curve.progress, 1.0), losses)
         return LearningCurveModel(curves, self._model.hyperparameters) if curves != self._curves else self._model
 

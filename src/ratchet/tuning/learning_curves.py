@@ -2,13 +2,20 @@
 
 The logarithm of the validation loss of training i with values x at progress t (share of its rows) is modelled as
 
-    mean + c(s) + b x + g(x) + h(x, s) + d_i(s) + noise,        s = 1 + log t / log (1 / FIRST_PROGRESS),
+    mean + a s + c(s) + b x + g(x) + h(x, s) + d_i(s) + noise,
 
-where c is the curve that all trainings share, b x a linear trend and g other effects of the values, h the change of the
-effects with progress, and d_i the deviation of one training from others with almost the same values (its seed). Each
-is a Gaussian process; all but the trend have a Matern kernel (smoothness 5/2), and x has one length scale for each
-value. This follows freeze-thaw Bayesian optimization (Swersky et al. 2014, arXiv 1406.3896) with a kernel on
-logarithmic progress instead of sums of exponentials. The hyperparameters maximise the posterior density (`PRIORS`).
+where s is a coordinate of progress (`_progress_coordinate`), a s + c(s) the curve that all trainings share, b x a
+linear trend and g other effects of the values, h the change of the effects with progress, and d_i the deviation of one
+training from others with almost the same values (its seed). Each is a Gaussian process; a and b are normal, the others
+have a Matern kernel (smoothness 5/2). The squared distance of two positions x and x' is
+
+    sum over the values i of ((x_i - x'_i) / length_i)^2 + (direction (x - x'))^2,
+
+a factor analysis distance (Rasmussen and Williams 2006, Gaussian Processes for Machine Learning, page 107). Rank and
+learning rate need the direction: where one is larger, the other has to be smaller, so losses change quickly along the
+direction and slowly across it. All this follows freeze-thaw Bayesian optimization (Swersky et al. 2014, arXiv
+1406.3896), with a kernel on progress instead of sums of exponentials. The hyperparameters maximise the posterior
+density (`PRIORS`, `DIRECTION_STD`).
 """
 
 import math
@@ -27,6 +34,18 @@ Array = NDArray[np.float64]
 
 FIRST_PROGRESS = 0.05
 """Progress at which the coordinate of progress is 0; it is 1 at the end of a training."""
+
+LOGARITHMIC_SHARE = 0.7
+"""Share of the logarithm of progress in the coordinate of progress; the rest is linear. Late in a training, losses fall
+faster than with the logarithm alone, because the learning rate decays."""
+
+FALL_STD = 4.0
+"""Standard deviation of the common linear fall of the losses with progress, in units of the standardised losses.
+Without it, final losses are predicted too high until a training is complete."""
+
+DIRECTION_STD, DIRECTION_START = 2.0, 1.0
+"""Standard deviation of each component of the direction (its mean is 0), and the size with which the fit begins, in
+units of 1 / width of a range."""
 
 MAX_RATIO = 1.65
 """Losses above this many times the median of the first losses count as this value, because how far a training diverges
@@ -63,7 +82,7 @@ class Prior:
 
 
 PRIORS = {
-    "length": Prior(0.5, 0.7),
+    "length": Prior(1.0, 0.7),
     "progress_length": Prior(1.0, 0.5),
     "common": Prior(1.0, 1.0),
     "trend": Prior(0.4, 0.5),
@@ -119,12 +138,14 @@ class LearningCurveModel:
         self._x, self._s = np.array(positions, float), _progress_coordinate(np.array(progress, float))
         self._owners = np.array(owners)
         self._y = self._standardise(_clip_log_losses(losses, curves))
-        self._distances_x = np.abs(self._x[:, None, :] - self._x[None, :, :])
-        self._products = _linear(self._x, self._x)
+        self._differences_x = self._x[:, None, :] - self._x[None, :, :]
+        self._products_x = _linear(self._x, self._x)
+        self._products_s = np.outer(self._s, self._s)
         self._distances_s = np.abs(self._s[:, None] - self._s[None, :])
         self._same = (self._owners[:, None] == self._owners[None, :]).astype(float)
         self.hyperparameters = self._fit() if hyperparameters is None else hyperparameters
-        """Logarithms of the values that `PRIORS` lists."""
+        """Logarithms of the length scales of the values, the direction, and the logarithms of the other values that
+        `PRIORS` lists."""
         self._factor = self._factorise(self.hyperparameters)
         self._weights = cho_solve(self._factor, self._y)
 
@@ -140,14 +161,14 @@ class LearningCurveModel:
         return self._predict(positions, np.array(indices), with_deviation=True)
 
     def _predict(self, positions: Array, owners: NDArray[np.int64], with_deviation: bool) -> Prediction:
-        lengths, length_s, scale = self._unpack(self.hyperparameters)
-        kernel_x = _matern(cdist(positions / lengths, self._x / lengths))
+        lengths, direction, length_s, scale = self._unpack(self.hyperparameters)
+        kernel_x = _matern(cdist(_project(positions, lengths, direction), _project(self._x, lengths, direction)))
         kernel_s = _matern(np.broadcast_to(np.abs(1.0 - self._s) / length_s, kernel_x.shape))
         same = (owners[:, None] == self._owners[None, :]).astype(float)
-        cross = _total(_covariances(scale, kernel_x, kernel_s, _linear(positions, self._x), same))
-        one = np.ones(len(positions))  # the kernel of a position with itself
+        cross = _total(_covariances(scale, kernel_x, kernel_s, _linear(positions, self._x), self._s, same))
+        one = np.ones(len(positions))  # the kernel of a position with itself, and the square of the last progress
         squares = np.sum((positions - 0.5) ** 2, axis=1)
-        prior = _total(_covariances(scale, one, one, squares, with_deviation * one))
+        prior = _total(_covariances(scale, one, one, squares, one, with_deviation * one))
         mean = cross @ self._weights
         variance = prior - np.sum(cross * cho_solve(self._factor, cross.T).T, axis=1)
         std = np.sqrt(np.maximum(variance, 1e-12))
@@ -160,34 +181,41 @@ class LearningCurveModel:
         standardised: Array = (logs - self._center) / self.log_loss_std
         return standardised
 
-    def _unpack(self, theta: Array) -> tuple[Array, float, dict[str, float]]:
+    def _unpack(self, theta: Array) -> tuple[Array, Array, float, dict[str, float]]:
+        """Return the length scales of the values, the direction, the length scale of progress, and the standard
+        deviations."""
         dimensions = self._x.shape[1]
-        values = np.exp(theta)
-        return values[:dimensions], float(values[dimensions]), dict(zip(_SCALES, values[dimensions + 1 :], strict=True))
+        scales = np.exp(theta[2 * dimensions :])
+        return (
+            np.exp(theta[:dimensions]),
+            theta[dimensions : 2 * dimensions],
+            float(scales[0]),
+            dict(zip(_SCALES, scales[1:], strict=True)),
+        )
 
-    def _distances(self, lengths: Array, length_s: float) -> tuple[Array, Array, Array]:
-        """Return the distances of the losses in units of length scales: by dimension of the values, of the values
-        together, and of progress."""
-        scaled = self._distances_x / lengths
-        return scaled, np.sqrt(np.sum(scaled**2, axis=2)), self._distances_s / length_s
+    def _distances(self, lengths: Array, direction: Array, length_s: float) -> tuple[Array, Array, Array]:
+        """Return the distances of the losses: by component of `_project`, of the values together, and of progress in
+        units of its length scale."""
+        components = _project(self._differences_x, lengths, direction)
+        return components, np.sqrt(np.sum(components**2, axis=2)), self._distances_s / length_s
 
     def _noise(self, scale: dict[str, float]) -> Array:
         return (scale["noise"] ** 2 + JITTER) * np.eye(len(self._y))
 
     def _factorise(self, theta: Array) -> tuple[Array, bool]:
         """Return the Cholesky factor of the covariance of the losses."""
-        lengths, length_s, scale = self._unpack(theta)
-        _, radius_x, radius_s = self._distances(lengths, length_s)
-        parts = _covariances(scale, _matern(radius_x), _matern(radius_s), self._products, self._same)
+        lengths, direction, length_s, scale = self._unpack(theta)
+        _, radius_x, radius_s = self._distances(lengths, direction, length_s)
+        parts = self._covariances(scale, _matern(radius_x), _matern(radius_s))
         factor: tuple[Array, bool] = cho_factor(_total(parts) + self._noise(scale), lower=True)
         return factor
 
     def _negative_log_posterior(self, theta: Array) -> tuple[float, Array]:
         """Return the negative logarithm of the posterior density, without constants, and its gradient."""
-        lengths, length_s, scale = self._unpack(theta)
-        scaled, radius_x, radius_s = self._distances(lengths, length_s)
+        lengths, direction, length_s, scale = self._unpack(theta)
+        components, radius_x, radius_s = self._distances(lengths, direction, length_s)
         kernel_x, kernel_s = _matern(radius_x), _matern(radius_s)
-        parts = _covariances(scale, kernel_x, kernel_s, self._products, self._same)
+        parts = self._covariances(scale, kernel_x, kernel_s)
         factor = cho_factor(_total(parts) + self._noise(scale), lower=True)
         weights = cho_solve(factor, self._y)
         inverse = cho_solve(factor, np.eye(len(self._y)))
@@ -196,49 +224,77 @@ class LearningCurveModel:
         gradient = np.empty_like(theta)
         dimensions = len(lengths)
         slope_x = (scale["values"] ** 2 + scale["interaction"] ** 2 * kernel_s) * _matern_slope(radius_x)
+        weights_x = 0.5 * outer * slope_x
         for dimension in range(dimensions):
-            gradient[dimension] = 0.5 * np.sum(outer * slope_x * scaled[:, :, dimension] ** 2)
+            gradient[dimension] = np.sum(weights_x * components[:, :, dimension] ** 2)
+            along = components[:, :, -1] * self._differences_x[:, :, dimension]
+            gradient[dimensions + dimension] = -np.sum(weights_x * along)
         weight_s = scale["common"] ** 2 + scale["interaction"] ** 2 * kernel_x + scale["deviation"] ** 2 * self._same
-        gradient[dimensions] = 0.5 * np.sum(outer * weight_s * _matern_slope(radius_s) * radius_s**2)
+        gradient[2 * dimensions] = 0.5 * np.sum(outer * weight_s * _matern_slope(radius_s) * radius_s**2)
         parts["noise"] = scale["noise"] ** 2 * np.eye(len(self._y))
-        for index, name in enumerate(_SCALES, dimensions + 1):
+        for index, name in enumerate(_SCALES, 2 * dimensions + 1):
             gradient[index] = np.sum(outer * parts[name])
-        medians, sigmas = self._priors()
-        deviation = (theta - medians) / sigmas
+        means, sigmas = self._priors()
+        deviation = (theta - means) / sigmas
         return loss + 0.5 * float(deviation @ deviation), gradient + deviation / sigmas
 
+    def _covariances(self, scale: dict[str, float], kernel_x: Array, kernel_s: Array) -> dict[str, Array]:
+        return _covariances(scale, kernel_x, kernel_s, self._products_x, self._products_s, self._same)
+
     def _priors(self) -> tuple[Array, Array]:
-        names = ["length"] * self._x.shape[1] + ["progress_length", *_SCALES]
+        """Return means and standard deviations of the normal priors of the hyperparameters."""
+        dimensions = self._x.shape[1]
+        length, others = PRIORS["length"], [PRIORS[name] for name in ("progress_length", *_SCALES)]
+        means = [math.log(length.median)] * dimensions + [0.0] * dimensions
+        sigmas = [length.sigma] * dimensions + [DIRECTION_STD] * dimensions
         return (
-            np.array([math.log(PRIORS[name].median) for name in names]),
-            np.array([PRIORS[name].sigma for name in names]),
+            np.array(means + [math.log(prior.median) for prior in others]),
+            np.array(sigmas + [prior.sigma for prior in others]),
         )
 
     def _fit(self) -> Array:
-        medians, sigmas = self._priors()
-        bounds = list(zip(medians - 4 * sigmas, medians + 4 * sigmas, strict=True))
+        """Return the hyperparameters with the highest posterior density near the start.
+
+        The start is the means of the priors, but a direction of 0 has no gradient. So its signs are those of the linear
+        slopes of the losses.
+        """
+        means, sigmas = self._priors()
+        bounds = list(zip(means - 4 * sigmas, means + 4 * sigmas, strict=True))
+        dimensions = self._x.shape[1]
+        predictors = np.column_stack([self._x, self._s, np.ones(len(self._y))])
+        slopes = np.linalg.lstsq(predictors, self._y)[0][:dimensions]
+        start = means.copy()
+        start[dimensions : 2 * dimensions] = np.where(slopes < 0, -DIRECTION_START, DIRECTION_START)
         found = minimize(
-            self._negative_log_posterior, medians, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
+            self._negative_log_posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 60}
         )
         theta: Array = found.x
         return theta
 
 
+def _project(positions: Array, lengths: Array, direction: Array) -> Array:
+    """Return the components of positions (or differences of them) whose Euclidean distances are those of the values:
+    ... x dimensions becomes ... x (dimensions + 1)."""
+    return np.concatenate([positions / lengths, positions @ direction[:, None]], axis=-1)
+
+
 def _covariances(
-    scale: dict[str, float], kernel_x: Array, kernel_s: Array, products: Array, same: Array
+    scale: dict[str, float], kernel_x: Array, kernel_s: Array, products_x: Array, products_s: Array, same: Array
 ) -> dict[str, Array]:
-    """Return the covariances of the terms of the model without noise, by the name of their standard deviation.
+    """Return the covariances of the terms of the model without noise, by the name of their standard deviation or term.
 
     Args:
         scale: standard deviations by name.
         kernel_x: kernel of the values.
         kernel_s: kernel of the progress.
-        products: products of positions, for the linear trend.
+        products_x: products of positions, for the linear trend.
+        products_s: products of coordinates of progress, for the common fall.
         same: 1 for losses of the same training, otherwise 0.
     """
     return {
         "common": scale["common"] ** 2 * kernel_s,
-        "trend": scale["trend"] ** 2 * products,
+        "fall": FALL_STD**2 * products_s,
+        "trend": scale["trend"] ** 2 * products_x,
         "values": scale["values"] ** 2 * kernel_x,
         "interaction": scale["interaction"] ** 2 * kernel_x * kernel_s,
         "deviation": scale["deviation"] ** 2 * same * kernel_s,
@@ -303,7 +359,10 @@ def _choose_points(progress: Sequence[float], count: int) -> list[int]:
 
 
 def _progress_coordinate(progress: Array) -> Array:
-    coordinate: Array = 1.0 + np.log(progress) / math.log(1 / FIRST_PROGRESS)
+    """Return 0 at `FIRST_PROGRESS` and 1 at the end."""
+    logarithmic = 1.0 + np.log(progress) / math.log(1 / FIRST_PROGRESS)
+    linear = 1.0 - (1.0 - progress) / (1.0 - FIRST_PROGRESS)
+    coordinate: Array = LOGARITHMIC_SHARE * logarithmic + (1.0 - LOGARITHMIC_SHARE) * linear
     return coordinate
 
 
