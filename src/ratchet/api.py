@@ -79,8 +79,8 @@ def train(
     Args:
         project: a project whose stages base and prepare have run.
         overrides: settings of this training in place of the project's, such as `{"train.rank": 16}`. Later stages do
-            not see them: to export and evaluate this run, give the overrides to `Project` instead. Settings of base and
-            prepare are refused, because these stages have run already.
+            not see them: to export and evaluate this run, give the overrides to `Project` instead. Only settings of
+            the sections train and machine are accepted; a training uses no others.
         callbacks: functions that take the run and return a callback, which receives the events of the run's journal.
 
     Raises:
@@ -91,7 +91,11 @@ def train(
     from ratchet.stages import train as stage
     from ratchet.stages.callbacks import open_callbacks
 
-    project = _override_training(project, overrides)
+    project = project.with_overrides(overrides)
+    for name in overrides or {}:
+        _check_not_passed(name)
+        if name.split(".", 1)[0] not in ("train", "machine"):
+            raise SettingsError(f"override {name}: a training uses only settings of the sections train and machine")
     with open_callbacks(project) as defaults:
 
         def create_callbacks(paths: RunPaths) -> list[RunCallback]:
@@ -101,16 +105,13 @@ def train(
     return load_run(project, result.report.run_id)
 
 
-def _override_training(project: Project, overrides: Overrides | None) -> Project:
-    """Return the project with overrides. Raises SettingsError for settings of stages that come before the training."""
-    project = project.with_overrides(overrides)
-    for name in overrides or {}:
-        if name.split(".")[0] in ("base", "prepare"):
-            raise SettingsError(
-                f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
-                "ratchet.base and ratchet.prepare again"
-            )
-    return project
+def _check_not_passed(name: str) -> None:
+    """Raise SettingsError for an override of a stage that comes before the training."""
+    if name.split(".", 1)[0] in ("base", "prepare"):
+        raise SettingsError(
+            f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
+            "ratchet.base and ratchet.prepare again"
+        )
 
 
 @explained_imports()
@@ -158,8 +159,11 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
+    project = project.with_overrides(overrides)
+    for name in overrides or {}:
+        _check_not_passed(name)
     with progress.show_progress(write_line=on_progress):
-        return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
+        return stage.sweep(project, workers=workers, on_progress=on_progress).report
 
 
 @explained_imports()

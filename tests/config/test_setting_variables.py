@@ -56,6 +56,20 @@ def test_a_value_may_be_a_list_or_a_section(
     assert origins(project, capsys, "machine.ray.cpus")["machine.ray.cpus"][1] == "RATCHET__MACHINE__RAY"
 
 
+def test_a_whole_section_keeps_the_settings_that_its_mapping_does_not_name(
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ratchet.Project(project.root).settings.train
+    monkeypatch.setenv("RATCHET__TRAIN", "{seed: 5, rank: 3}")
+    monkeypatch.setenv("RATCHET__TRAIN__RANK", "7")
+    expected = plain.model_copy(update={"seed": 5, "rank": 7})
+    assert ratchet.Project(project.root).settings.train == expected
+    assert ratchet.Project(project.root, {"train": {"rank": 2}}).settings.train.rank == 2
+    found = origins(project, capsys, "train")
+    assert found["train.seed"][1] == "RATCHET__TRAIN__SEED"
+    assert found["train.alpha"][1] != "RATCHET__TRAIN"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [

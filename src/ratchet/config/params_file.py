@@ -85,6 +85,7 @@ def parse(
         raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
     if "" in overrides:
         raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
+    overrides = _name_settings(overrides)
     variables = read_variables(environment or {})
     labels = {key: f"override {key}" for key in overrides}  # first, because they win
     labels |= {key: name_variable(key) for key in variables if key not in overrides}
@@ -150,7 +151,7 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
             raise SettingsError(f"{variable}: found nothing; unset it, or write null for no value")
         key = variable.removeprefix(SETTING_PREFIX).lower().replace("__", ".")
         values[key] = _parse_value(text, variable)
-    return values
+    return _name_settings(values)
 
 
 def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
@@ -205,7 +206,7 @@ def explain(
     """
     settings = parse(text, name, overrides, environment)
     replaced = {key: name_variable(key) for key in read_variables(environment or {})}
-    replaced |= dict.fromkeys(overrides or {}, "--set")
+    replaced |= dict.fromkeys(_name_settings(overrides or {}), "--set")
     document, plain = _read_document(text, name)
     version = _pop_version(document, plain, name)
     old_defaults = defaults.fill_old_defaults(plain, version)
@@ -297,6 +298,17 @@ def _override(sections: dict[str, Any], name: str, value: Any, label: str) -> No
         if not isinstance(sections, dict):
             raise SettingsError(f"{label}: unknown setting; {key} is not a section")
     sections[keys[-1]] = value
+
+
+def _name_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace a whole section, such as `train`, by the settings that its mapping names; others keep their values."""
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in Settings.model_fields and isinstance(value, Mapping):
+            settings |= {f"{name}.{key}": part for key, part in value.items()}
+        else:
+            settings[name] = value
+    return settings
 
 
 def _is_caused_by(item: dict[str, Any], key: str) -> bool:
