@@ -110,6 +110,16 @@ def test_an_invalid_space_is_refused_before_anything_is_trained(
     assert not project.runs.exists()
 
 
+def test_a_file_in_place_of_the_runs_is_refused_before_anything_is_trained(
+    project: ProjectLayout, calm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_project.save(project, tiny_sweep.settings())
+    project.runs.write_bytes(b"")
+    assert main(["--project", str(project.root), "sweep"]) == 2
+    assert "move the file away that is in the place of a directory" in capsys.readouterr().err
+    assert not project.sweeps.exists()
+
+
 def test_report_and_adopt_start_no_study(
     project: ProjectLayout, calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from ratchet.models import start_adapter
 from ratchet.redaction import SETTING_PREFIX
 from ratchet.registry.ledger import current_actor
 from ratchet.reports import plots, sweep_page
-from ratchet.runs.directory import RunPaths
+from ratchet.runs.directory import RunPaths, storage_errors
 from ratchet.runs.fork_server import ForkServer
 from ratchet.runs.signals import StopSignal
 from ratchet.stages.project import Project, ignore_progress, require_tracked_settings
@@ -105,6 +105,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     Raises:
         SettingsError: the space cannot be searched, or differs from that of the study.
         DataError: there are no data to train on.
+        StorageError: runs cannot be created.
         InterruptedRunError: stopped on request after checkpoints were saved.
         RunFailedError: trials or workers fail repeatedly; the message has the diagnosis.
     """
@@ -115,6 +116,8 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
         raise SettingsError(f"--chaos: found {chaos}; expected 0 or more workers to kill")
     SearchSpace.from_settings(settings)  # an invalid space is refused before the stages run
     load_loggers(settings)  # so is a logger without its library
+    with storage_errors(layout.runs):  # and a place where no run can be created
+        layout.runs.mkdir(parents=True, exist_ok=True)
     if settings.machine.replica is not None:
         on_progress(
             "machine.replica: trials are not copied there; `ratchet train` copies the winner when it adopts its run"
