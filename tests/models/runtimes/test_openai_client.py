@@ -10,6 +10,7 @@ from ratchet import http_client
 from ratchet.config.machine import EndpointSettings as Patience
 from ratchet.errors import EXIT_INTERRUPTED, EndpointError, SettingsError
 from ratchet.models.runtimes.openai_client import ChatReply, ChatRequest, OpenAiEndpoint, SamplingOptions
+from ratchet.storage.progress import use_reporter
 from scripted_endpoint import JSON, Said, Script, Server, chat, error, served, serving
 
 SHORT = Patience(max_concurrency=3, timeout_s=20, max_attempts=3, retry_delay_s=0.01)
@@ -197,6 +198,24 @@ def test_a_refused_connection_is_an_error() -> None:
         ask(endpoint(url))
     assert "kept" not in str(caught.value)  # no answer was begun
     assert str(caught.value).endswith("(machine.endpoint.max_attempts); check the server")
+
+
+def test_failed_attempts_are_shown_while_the_server_does_not_answer() -> None:
+    with served(echo) as server:
+        url = server.url
+    shown: list[tuple[str, int, int | None]] = []
+
+    class Recorder:
+        def report(self, task: str, done: int, total: int | None, unit: str) -> None:
+            shown.append((task, done, total))
+
+        def clear(self) -> None:
+            shown.clear()
+
+    with use_reporter(Recorder()), pytest.raises(EndpointError):
+        endpoint(url).get_model()
+    assert [(done, total) for _, done, total in shown] == [(1, 3), (2, 3)]
+    assert all(task.startswith(url) and "ConnectionRefusedError" in task for task, _, _ in shown)
 
 
 def test_replies_before_an_error_are_yielded_first() -> None:

@@ -42,6 +42,7 @@ from ratchet import http_client
 from ratchet.config.machine import EndpointSettings
 from ratchet.data.conversation import replace_surrogates
 from ratchet.errors import EndpointError, SettingsError
+from ratchet.storage.progress import report_progress
 
 MAX_MESSAGE_CHARACTERS = 300
 
@@ -668,6 +669,7 @@ class OpenAiEndpoint:
                 with self._lock:
                     self._not_before_s = max(self._not_before_s, until_s)
             if attempt < self._settings.max_attempts:
+                report_progress(f"{self.address}: {reason}; attempts", attempt, self._settings.max_attempts)
                 delay_s = http_client.compute_retry_delay_s(attempt, replace(outcome, retry_after_s=0.0))
                 await anyio.sleep(min(delay_s * self._settings.retry_delay_s, http_client.MAX_DELAY_S))
         attempts = http_client.format_attempts(self._settings.max_attempts)
