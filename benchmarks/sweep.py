@@ -2,7 +2,7 @@
 
     pip install -c constraints.txt -e .
     python benchmarks/sweep.py [--quick] [--task TASK] [--data DIR] [--seeds N] [--equal-tokens]
-                               [--turns FILE] [--json FILE]
+                               [--without-peer] [--turns FILE] [--json FILE]
 
 All three use the same rows, the same small base, one worker and one thread. The rows are the bundled requests, or those
 of another task of curves_record.py. They minimise validation loss over rank and learning rate, with alpha = 2 x rank. A
@@ -16,7 +16,7 @@ here. Base, data and MLflow's database are created once and shared by all.
 - **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials as a sweep.
   Each trial is HF Trainer with peft on the same base and rows, and all trials run in one process. With
   `--equal-tokens`, it ends after the trial in which it has trained as many tokens as the sweep. This saves more than
-  half of the time of this benchmark.
+  half of the time of this benchmark. `--without-peer` leaves it out.
 
 The grid is divided into as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. Cost is
 counted in trained answer tokens, until the end of the first training whose best validation loss is at most the target.
@@ -231,14 +231,16 @@ def measure(work: Path, shape: Shape, given: argparse.Namespace, server: ForkSer
         before = identities(layout)
         searched, report = sweep(layout)
         made_again = identities(layout) != before
-        limit = searched.tokens if given.equal_tokens else None
-        theirs = peer(layout, seed, planned_steps(grid), limit)
-        for who, one in (("sweep", searched), ("optuna", theirs)):
-            print(f"{who:6} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
+        searches = {"sweep": searched}
+        if not given.without_peer:
+            limit = searched.tokens if given.equal_tokens else None
+            searches["peer"] = peer(layout, seed, planned_steps(grid), limit)
+        for who, one in searches.items():
+            print(f"{who:5} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
         shutil.rmtree(layout.root)
         measured = {
-            "grid": cells, "sweep": asdict(searched), "report": report.model_dump(mode="json"),
-            "peer": asdict(theirs), "made_again": made_again,
+            "grid": cells, "report": report.model_dump(mode="json"), "made_again": made_again,
+            **{who: asdict(one) for who, one in searches.items()},
         }  # fmt: skip
         add(found, measured)
         keep_turn(given.turns, measured)
@@ -251,8 +253,9 @@ def add(found: Found, turn: dict[str, Any]) -> None:
     found.grid |= {(rank, rate): Take(**take) for rank, rate, take in turn["grid"]}
     found.reports.append(SweepReport.model_validate(turn["report"]))
     found.made_again += turn["made_again"]
-    for searches, name in ((found.sweeps, "sweep"), (found.peers, "peer")):
-        searches.append(Search.from_json(turn[name]))
+    found.sweeps.append(Search.from_json(turn["sweep"]))
+    if "peer" in turn:
+        found.peers.append(Search.from_json(turn["peer"]))
 
 
 def planned_steps(grid: ProjectLayout) -> int:
@@ -262,14 +265,12 @@ def planned_steps(grid: ProjectLayout) -> int:
 
 
 def judged(found: Found, quick: bool, equal_tokens: bool) -> Iterator[Row]:
-    """Yield the rows. A quick run has no targets for the cost. With `equal_tokens`, the peer has no figures as a
-    whole."""
+    """Yield the rows. A quick run has no targets for the cost."""
     cells = list(found.grid.values())
     tokens, seconds = sum(one.tokens for one in cells), sum(one.ended - one.begun for one in cells)
     lowest = found.grid[found.best].value
     target = lowest * (1 + found.noise)
     ours = [search.until(target) for search in found.sweeps]
-    theirs = [search.until(target) for search in found.peers]
     half = (len(cells) + 1) / (1 + sum(one.value <= target for one in cells)) * tokens / len(cells)
     pauses = [pause for search in found.sweeps for pause in search.pauses()]
 
@@ -283,26 +284,18 @@ def judged(found: Found, quick: bool, equal_tokens: bool) -> Iterator[Row]:
     yield told("tokens, grid in random order until its value / sweep", _middle(half / one.tokens for one in ours))
     yield told("time, full grid / sweep until the grid's value", _middle(seconds / one.seconds for one in ours))
     yield told("time, full grid / whole sweep", _middle(seconds / one.seconds for one in found.sweeps))
-    if not equal_tokens:
-        yield told("tokens, Optuna + Trainer / sweep, whole", _middle(_ratios("tokens", found.peers, found.sweeps)))
-        yield told("time, Optuna + Trainer / sweep, whole", _middle(_ratios("seconds", found.peers, found.sweeps)))
-    yield told("Optuna + Trainer that did not reach the grid's value", sum(math.isinf(one.tokens) for one in theirs))
-    both = [pair for pair in zip(theirs, ours, strict=True) if not math.isinf(pair[0].tokens + pair[1].tokens)]
-    if both:
-        yield told("tokens until it, Optuna + Trainer / sweep", _middle(a.tokens / b.tokens for a, b in both))
-        yield told("time until it, Optuna + Trainer / sweep", _middle(a.seconds / b.seconds for a, b in both))
     yield at_most("s from a training's end to the next first step, median", _middle(pauses), 2.0)
     yield told("s from a training's end to the next first step, longest", max(pauses))
     yield told("trainings per hour, sweep", _middle(3600 * len(one.takes) / one.seconds for one in found.sweeps))
-    yield told("trainings per hour, Optuna + Trainer",
-               _middle(3600 * len(one.takes) / one.seconds for one in found.peers))  # fmt: skip
     yield count("sweeps that created base or data again", found.made_again)
     yield from _quality(found, lowest, tokens, quick)
     yield from _values(found, lowest)
+    if found.peers:
+        yield from _against_peer(found, target, equal_tokens)
 
 
 def _quality(found: Found, lowest: float, grid_tokens: int, quick: bool) -> Iterator[Row]:
-    """Yield rows for the best values, their cost, and the peer's best value for the same tokens."""
+    """Yield rows for the best values and their cost."""
     distances = [search.best / lowest - 1 for search in found.sweeps]
     yield at_most("sweep's best value / grid's - 1, worst", max(distances), 0.01 if quick else 0.02)
     share = _middle(search.tokens / grid_tokens for search in found.sweeps)
@@ -311,9 +304,6 @@ def _quality(found: Found, lowest: float, grid_tokens: int, quick: bool) -> Iter
     else:
         yield at_most("sweep's best value / grid's - 1, median", _middle(distances), 0.005)
         yield at_most("tokens, sweep / grid", share, 0.33)
-    pairs = zip(found.sweeps, found.peers, strict=True)
-    worse = sum(ours.best > theirs.best_within(ours.tokens) for ours, theirs in pairs)
-    yield at_most("sweeps with a worse value than Optuna + Trainer for the same tokens", worse, len(found.sweeps) // 10)
 
 
 def _values(found: Found, lowest: float) -> Iterator[Row]:
@@ -332,10 +322,29 @@ def _values(found: Found, lowest: float) -> Iterator[Row]:
         _middle(sum(one.tokens for one in cells) / one.tokens for one in close),
     )
     yield told("sweep: lowest validation loss, median", _middle(one.best for one in found.sweeps))
-    yield told("Optuna + Trainer: lowest validation loss, median", _middle(one.best for one in found.peers))
     for state in ("complete", "pruned", "infeasible", "failed"):
         numbers = [sum(trial.state == state for trial in report.trials) for report in found.reports]
         yield told(f"sweep: trials {state}, median", _middle(numbers))
+
+
+def _against_peer(found: Found, target: float, equal_tokens: bool) -> Iterator[Row]:
+    """Yield rows for the peer. With `equal_tokens`, it ended early, so it has no figures as a whole."""
+    pairs = list(zip(found.sweeps, found.peers, strict=True))
+    worse = sum(ours.best > theirs.best_within(ours.tokens) for ours, theirs in pairs)
+    yield at_most("sweeps with a worse value than Optuna + Trainer for the same tokens", worse, len(found.sweeps) // 10)
+    if not equal_tokens:
+        yield told("tokens, Optuna + Trainer / sweep, whole", _middle(_ratios("tokens", found.peers, found.sweeps)))
+        yield told("time, Optuna + Trainer / sweep, whole", _middle(_ratios("seconds", found.peers, found.sweeps)))
+    reached = [(theirs.until(target), ours.until(target)) for ours, theirs in pairs]
+    missed = sum(math.isinf(theirs.tokens) for theirs, _ in reached)
+    yield told("Optuna + Trainer that did not reach the grid's value", missed)
+    both = [pair for pair in reached if not math.isinf(pair[0].tokens + pair[1].tokens)]
+    if both:
+        yield told("tokens until it, Optuna + Trainer / sweep", _middle(a.tokens / b.tokens for a, b in both))
+        yield told("time until it, Optuna + Trainer / sweep", _middle(a.seconds / b.seconds for a, b in both))
+    yield told("trainings per hour, Optuna + Trainer",
+               _middle(3600 * len(one.takes) / one.seconds for one in found.peers))  # fmt: skip
+    yield told("Optuna + Trainer: lowest validation loss, median", _middle(one.best for one in found.peers))
     yield told(
         "Optuna + Trainer: trials complete, median", _middle(sum(t.finished for t in p.takes) for p in found.peers)
     )
@@ -372,6 +381,7 @@ def main() -> int:
     seeds = len(SHAPES[False].samplers)
     parser = make_parser(__doc__, "a smaller grid, shorter trainings, one sampler seed", seeds)
     parser.add_argument("--equal-tokens", action="store_true", help="end Optuna's loop after the tokens of the sweep")
+    parser.add_argument("--without-peer", action="store_true", help="leave out Optuna's loop")
     given = parser.parse_args()
     shape = SHAPES[given.quick]
     if given.seeds is not None:

@@ -29,7 +29,7 @@ from ratchet.tuning.pruners import compute_rungs
 from ratchet.tuning.samplers import TrialLineage, Values, derive_seed, draw_untried, group_by_lineage, is_infeasible
 from ratchet.tuning.search_space import SearchSpace, from_unit, to_unit
 
-MIN_IMPROVEMENT, MIN_LAST_IMPROVEMENT = 0.01, 0.002
+MIN_IMPROVEMENT, MIN_LAST_IMPROVEMENT = 0.01, 0.005
 """Expected improvement below which a paused training is continued only for the final round: while new trainings may
 begin, and afterwards. The unit is the standard deviation of all losses (as logarithms), because small improvements
 count where losses differ little."""
