@@ -220,6 +220,8 @@ class Found:
 def measure(work: Path, shape: Shape, given: argparse.Namespace, server: ForkServer) -> Found:
     """Run grid, sweeps and peers in turns. `server` starts the trainings of the grid, without imports for each."""
     found, done = Found(), read_turns(given.turns)
+    if any(("peer" in turn) == given.without_peer for turn in done):
+        raise SystemExit(f"{given.turns}: found turns with another choice of --without-peer; name another file")
     for turn in done:
         add(found, turn)
     made, settings = build(work / "made", shape, TASKS[given.task], given.data)

@@ -152,7 +152,7 @@ def test_overrides_are_refused_where_they_would_be_ignored(trained: tuple[Any, .
         project.with_overrides({"train.rank.x": 5})
     with pytest.raises(errors.SettingsError, match=r"^override prepare\.max_tokens: stages base and prepare have"):
         ratchet.train(project, overrides={"prepare.max_tokens": 24})
-    with pytest.raises(errors.SettingsError, match=r"^override sweep\.trials: a training uses only settings of"):
+    with pytest.raises(errors.SettingsError, match=r"^override sweep\.trials: ratchet\.train accepts only"):
         ratchet.train(project, overrides={"sweep.trials": 1})
     with pytest.raises(errors.SettingsError, match=r"^overrides: found 'train\.rank=4'; expected a mapping"):
         ratchet.Project(project.root, "train.rank=4")  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def train(
         project: a project whose stages base and prepare have run.
         overrides: settings of this training in place of the project's, such as `{"train.rank": 16}`. Later stages do
             not see them: to export and evaluate this run, give the overrides to `Project` instead. Only settings of
-            the sections train and machine are accepted; a training uses no others.
+            the sections train and machine are accepted.
         callbacks: functions that take the run and return a callback, which receives the events of the run's journal.
 
     Raises:
@@ -93,9 +93,12 @@ def train(
 
     project = project.with_overrides(overrides)
     for name in overrides or {}:
-        _check_not_passed(name)
+        _refuse_earlier_stage(name)
         if name.split(".", 1)[0] not in ("train", "machine"):
-            raise SettingsError(f"override {name}: a training uses only settings of the sections train and machine")
+            raise SettingsError(
+                f"override {name}: ratchet.train accepts only settings of the sections train and machine; give it to "
+                "ratchet.Project"
+            )
     with open_callbacks(project) as defaults:
 
         def create_callbacks(paths: RunPaths) -> list[RunCallback]:
@@ -105,8 +108,8 @@ def train(
     return load_run(project, result.report.run_id)
 
 
-def _check_not_passed(name: str) -> None:
-    """Raise SettingsError for an override of a stage that comes before the training."""
+def _refuse_earlier_stage(name: str) -> None:
+    """Raise SettingsError if the setting belongs to a stage that runs before the training."""
     if name.split(".", 1)[0] in ("base", "prepare"):
         raise SettingsError(
             f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
@@ -154,6 +157,7 @@ def sweep(
 
     Raises:
         SettingsError: the space cannot be searched, or differs from that of the study.
+        StorageError: the folder of the runs cannot be created.
         InterruptedRunError: stopped on request; call it again to resume.
         RunFailedError: trials or workers fail repeatedly.
     """
@@ -161,7 +165,7 @@ def sweep(
 
     project = project.with_overrides(overrides)
     for name in overrides or {}:
-        _check_not_passed(name)
+        _refuse_earlier_stage(name)
     with progress.show_progress(write_line=on_progress):
         return stage.sweep(project, workers=workers, on_progress=on_progress).report
 

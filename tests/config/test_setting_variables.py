@@ -66,8 +66,9 @@ def test_a_whole_section_keeps_the_settings_that_its_mapping_does_not_name(
     assert ratchet.Project(project.root).settings.train == expected
     assert ratchet.Project(project.root, {"train": {"rank": 2}}).settings.train.rank == 2
     found = origins(project, capsys, "train")
-    assert found["train.seed"][1] == "RATCHET__TRAIN__SEED"
-    assert found["train.alpha"][1] != "RATCHET__TRAIN"
+    assert found["train.seed"][1] == "RATCHET__TRAIN"
+    assert found["train.rank"][1] == "RATCHET__TRAIN__RANK"
+    assert not found["train.alpha"][1].startswith("RATCHET__")
 
 
 @pytest.mark.parametrize(

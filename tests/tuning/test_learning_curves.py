@@ -53,7 +53,8 @@ def test_values_without_a_training_are_predicted_from_others_and_with_less_confi
 
 
 def test_final_losses_are_not_predicted_too_high_before_a_training_is_complete() -> None:
-    """Over five histories, the mean error of the predicted logarithms is below 0.12; without the common fall, 0.2."""
+    """In each of five histories, the mean error of the predicted logarithms is below 0.12; without the common slope, it
+    is 0.2."""
     for seed in range(5):
         curves = some_curves([3] * 10, seed)
         prediction = LearningCurveModel(curves).predict_observed(range(10))
@@ -62,8 +63,9 @@ def test_final_losses_are_not_predicted_too_high_before_a_training_is_complete()
 
 
 def test_values_are_predicted_along_a_valley_that_lies_diagonally() -> None:
-    """The best sum of both values is 1.1, as a larger rank needs a smaller learning rate. The trainings cover the
-    first 60 % of the first value. Without the direction, the mean error is 0.2."""
+    """The best sum of both values is 1.1, as a larger rank needs a smaller learning rate. The trainings cover only the
+    lower 60 % of the first value's range; the predictions are for the rest. Without the direction, the mean error is
+    0.2."""
 
     def diagonal(position: Sequence[float], progress: float) -> float:
         end = 0.4 + 2 * (position[0] + position[1] - 1.1) ** 2 + 0.15 * (1 - position[0])

@@ -85,11 +85,11 @@ def parse(
         raise SettingsError(f"overrides: found {overrides!r}; expected a mapping of names such as train.rank to values")
     if "" in overrides:
         raise SettingsError("overrides: found an empty name; expected a setting such as train.rank")
-    overrides = _name_settings(overrides)
+    overrides = _expand_sections(overrides)
     variables = read_variables(environment or {})
     labels = {key: f"override {key}" for key in overrides}  # first, because they win
-    labels |= {key: name_variable(key) for key in variables if key not in overrides}
-    for source in (variables, overrides):
+    labels |= {key: name for key, name in _find_variables(variables).items() if key not in overrides}
+    for source in (_expand_sections(variables), overrides):
         for key, value in source.items():
             _override(plain, key, value, labels[key])
     defaults.fill_old_defaults(plain, version)
@@ -151,7 +151,7 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
             raise SettingsError(f"{variable}: found nothing; unset it, or write null for no value")
         key = variable.removeprefix(SETTING_PREFIX).lower().replace("__", ".")
         values[key] = _parse_value(text, variable)
-    return _name_settings(values)
+    return values
 
 
 def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
@@ -205,8 +205,8 @@ def explain(
         SettingsError: the text, an override or a variable is not valid.
     """
     settings = parse(text, name, overrides, environment)
-    replaced = {key: name_variable(key) for key in read_variables(environment or {})}
-    replaced |= dict.fromkeys(_name_settings(overrides or {}), "--set")
+    replaced = _find_variables(read_variables(environment or {}))
+    replaced |= dict.fromkeys(_expand_sections(overrides or {}), "--set")
     document, plain = _read_document(text, name)
     version = _pop_version(document, plain, name)
     old_defaults = defaults.fill_old_defaults(plain, version)
@@ -300,8 +300,14 @@ def _override(sections: dict[str, Any], name: str, value: Any, label: str) -> No
     sections[keys[-1]] = value
 
 
-def _name_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace a whole section, such as `train`, by the settings that its mapping names; others keep their values."""
+def _find_variables(variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variable that sets each setting, by dotted name."""
+    return {key: name_variable(name) for name, value in variables.items() for key in _expand_sections({name: value})}
+
+
+def _expand_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each value of a whole stage's section, such as `train`, by its settings, so that the section's other
+    settings keep their values."""
     settings: dict[str, Any] = {}
     for name, value in values.items():
         if name in Settings.model_fields and isinstance(value, Mapping):

@@ -105,7 +105,7 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     Raises:
         SettingsError: the space cannot be searched, or differs from that of the study.
         DataError: there are no data to train on.
-        StorageError: runs cannot be created.
+        StorageError: the folder of the runs cannot be created.
         InterruptedRunError: stopped on request after checkpoints were saved.
         RunFailedError: trials or workers fail repeatedly; the message has the diagnosis.
     """
@@ -115,8 +115,8 @@ def sweep(  # noqa: PLR0913 (keyword arguments of a public function)
     if chaos < 0:
         raise SettingsError(f"--chaos: found {chaos}; expected 0 or more workers to kill")
     SearchSpace.from_settings(settings)  # an invalid space is refused before the stages run
-    load_loggers(settings)  # so is a logger without its library
-    with storage_errors(layout.runs):  # and a place where no run can be created
+    load_loggers(settings)  # a logger without its library is refused too
+    with storage_errors(layout.runs):  # refused before any slow work
         layout.runs.mkdir(parents=True, exist_ok=True)
     if settings.machine.replica is not None:
         on_progress(

@@ -224,20 +224,23 @@ class FreezeThawSearch:
     def _best(self) -> float:
         """Logarithm of the loss that must be improved: of the best complete training, or else the best prediction.
 
-        Running trainings count as complete, with their predictions. The prediction of a training that a person has
-        stopped or paused counts only if there is no other.
+        Predictions of running trainings always count, except of those that start from trained weights. The prediction
+        of a training that a person has stopped or paused counts only if there is no other.
         """
         complete = [
             math.log(max(self._curves[curve].losses[-1], MIN_LOSS))
             for index, curve in self._curve_indices.items()
             if self._lineages[index].decisive.state == "complete"
-        ] + list(self._running.values())
+        ]
+        running = [
+            log_loss for index, log_loss in self._running.items() if not self._lineages[index].starts_from_weights
+        ]
         predicted = [
             self._predicted[curve]
             for index, curve in self._curve_indices.items()
             if not self._lineages[index].trials[-1].decision
         ]
-        return min(complete or predicted or self._predicted)
+        return min([*(complete or predicted), *running] or self._predicted)
 
     @cached_property
     def _paused_scores(self) -> dict[int, float]:

@@ -6,10 +6,10 @@ The logarithm of the validation loss of training i with values x at progress t (
 
 where s is a coordinate of progress (`_progress_coordinate`), a s + c(s) the curve that all trainings share, b x a
 linear trend and g other effects of the values, h the change of the effects with progress, and d_i the deviation of one
-training from others with almost the same values (its seed). Each is a Gaussian process; a and b are normal, the others
-have a Matern kernel (smoothness 5/2). The squared distance of two positions x and x' is
+training from others with almost the same values (its seed). a and b have normal priors; c, g, h and d_i are Gaussian
+processes with a Matern kernel (smoothness 5/2). For g and h, the squared distance of two positions x and x' is
 
-    sum over the values i of ((x_i - x'_i) / length_i)^2 + (direction (x - x'))^2,
+    (sum over the values k of ((x_k - x'_k) / length_k)^2) + (direction · (x - x'))^2,
 
 a factor analysis distance (Rasmussen and Williams 2006, Gaussian Processes for Machine Learning, page 107). Rank and
 learning rate need the direction: where one is larger, the other has to be smaller, so losses change quickly along the
@@ -39,13 +39,13 @@ LOGARITHMIC_SHARE = 0.7
 """Share of the logarithm of progress in the coordinate of progress; the rest is linear. Late in a training, losses fall
 faster than with the logarithm alone, because the learning rate decays."""
 
-FALL_STD = 4.0
-"""Standard deviation of the common linear fall of the losses with progress, in units of the standardised losses.
-Without it, final losses are predicted too high until a training is complete."""
+SLOPE_STD = 4.0
+"""Standard deviation of a, the common slope of the losses over the coordinate of progress (its mean is 0), in units of
+the standardised losses. Without it, final losses are predicted too high until a training is complete."""
 
 DIRECTION_STD, DIRECTION_START = 2.0, 1.0
-"""Standard deviation of each component of the direction (its mean is 0), and the size with which the fit begins, in
-units of 1 / width of a range."""
+"""Prior standard deviation of each component of the direction (its mean is 0), and the absolute value of each at the
+start of the fit, in units of 1 / width of a range."""
 
 MAX_RATIO = 1.65
 """Losses above this many times the median of the first losses count as this value, because how far a training diverges
@@ -162,11 +162,13 @@ class LearningCurveModel:
 
     def _predict(self, positions: Array, owners: NDArray[np.int64], with_deviation: bool) -> Prediction:
         lengths, direction, length_s, scale = self._unpack(self.hyperparameters)
-        kernel_x = _matern(cdist(_project(positions, lengths, direction), _project(self._x, lengths, direction)))
+        scaled, known = (_scale_positions(x, lengths, direction) for x in (positions, self._x))
+        kernel_x = _matern(cdist(scaled, known))
         kernel_s = _matern(np.broadcast_to(np.abs(1.0 - self._s) / length_s, kernel_x.shape))
         same = (owners[:, None] == self._owners[None, :]).astype(float)
+        # Predictions are for the end of a training, where the coordinate of progress is 1.
         cross = _total(_covariances(scale, kernel_x, kernel_s, _linear(positions, self._x), self._s, same))
-        one = np.ones(len(positions))  # the kernel of a position with itself, and the square of the last progress
+        one = np.ones(len(positions))  # the kernel of a position with itself
         squares = np.sum((positions - 0.5) ** 2, axis=1)
         prior = _total(_covariances(scale, one, one, squares, one, with_deviation * one))
         mean = cross @ self._weights
@@ -185,18 +187,18 @@ class LearningCurveModel:
         """Return the length scales of the values, the direction, the length scale of progress, and the standard
         deviations."""
         dimensions = self._x.shape[1]
-        scales = np.exp(theta[2 * dimensions :])
+        positive = np.exp(theta[2 * dimensions :])
         return (
             np.exp(theta[:dimensions]),
             theta[dimensions : 2 * dimensions],
-            float(scales[0]),
-            dict(zip(_SCALES, scales[1:], strict=True)),
+            float(positive[0]),
+            dict(zip(_SCALES, positive[1:], strict=True)),
         )
 
     def _distances(self, lengths: Array, direction: Array, length_s: float) -> tuple[Array, Array, Array]:
-        """Return the distances of the losses: by component of `_project`, of the values together, and of progress in
-        units of its length scale."""
-        components = _project(self._differences_x, lengths, direction)
+        """Return the distances of the losses: by coordinate of `_scale_positions`, of the values together, and of
+        progress in units of its length scale."""
+        components = _scale_positions(self._differences_x, lengths, direction)
         return components, np.sqrt(np.sum(components**2, axis=2)), self._distances_s / length_s
 
     def _noise(self, scale: dict[str, float]) -> Array:
@@ -224,11 +226,11 @@ class LearningCurveModel:
         gradient = np.empty_like(theta)
         dimensions = len(lengths)
         slope_x = (scale["values"] ** 2 + scale["interaction"] ** 2 * kernel_s) * _matern_slope(radius_x)
-        weights_x = 0.5 * outer * slope_x
+        sensitivity_x = 0.5 * outer * slope_x  # -2 d loss / d squared distance
         for dimension in range(dimensions):
-            gradient[dimension] = np.sum(weights_x * components[:, :, dimension] ** 2)
-            along = components[:, :, -1] * self._differences_x[:, :, dimension]
-            gradient[dimensions + dimension] = -np.sum(weights_x * along)
+            gradient[dimension] = np.sum(sensitivity_x * components[:, :, dimension] ** 2)
+            products = components[:, :, -1] * self._differences_x[:, :, dimension]
+            gradient[dimensions + dimension] = -np.sum(sensitivity_x * products)
         weight_s = scale["common"] ** 2 + scale["interaction"] ** 2 * kernel_x + scale["deviation"] ** 2 * self._same
         gradient[2 * dimensions] = 0.5 * np.sum(outer * weight_s * _matern_slope(radius_s) * radius_s**2)
         parts["noise"] = scale["noise"] ** 2 * np.eye(len(self._y))
@@ -255,8 +257,8 @@ class LearningCurveModel:
     def _fit(self) -> Array:
         """Return the hyperparameters with the highest posterior density near the start.
 
-        The start is the means of the priors, but a direction of 0 has no gradient. So its signs are those of the linear
-        slopes of the losses.
+        The fit starts from the means of the priors, except for the direction: at 0, its likelihood has no gradient. It
+        starts at `DIRECTION_START`, with the signs of the slopes of a linear regression of the losses.
         """
         means, sigmas = self._priors()
         bounds = list(zip(means - 4 * sigmas, means + 4 * sigmas, strict=True))
@@ -272,9 +274,9 @@ class LearningCurveModel:
         return theta
 
 
-def _project(positions: Array, lengths: Array, direction: Array) -> Array:
-    """Return the components of positions (or differences of them) whose Euclidean distances are those of the values:
-    ... x dimensions becomes ... x (dimensions + 1)."""
+def _scale_positions(positions: Array, lengths: Array, direction: Array) -> Array:
+    """Return positions, or differences of positions, in coordinates whose Euclidean distance is that of the kernel:
+    each value divided by its length scale, then the product with the direction (dimensions + 1 in all)."""
     return np.concatenate([positions / lengths, positions @ direction[:, None]], axis=-1)
 
 
@@ -288,12 +290,12 @@ def _covariances(
         kernel_x: kernel of the values.
         kernel_s: kernel of the progress.
         products_x: products of positions, for the linear trend.
-        products_s: products of coordinates of progress, for the common fall.
+        products_s: products of coordinates of progress, for the common slope.
         same: 1 for losses of the same training, otherwise 0.
     """
     return {
         "common": scale["common"] ** 2 * kernel_s,
-        "fall": FALL_STD**2 * products_s,
+        "slope": SLOPE_STD**2 * products_s,
         "trend": scale["trend"] ** 2 * products_x,
         "values": scale["values"] ** 2 * kernel_x,
         "interaction": scale["interaction"] ** 2 * kernel_x * kernel_s,

@@ -214,8 +214,8 @@ def test_failed_attempts_are_shown_while_the_server_does_not_answer() -> None:
 
     with use_reporter(Recorder()), pytest.raises(EndpointError):
         endpoint(url).get_model()
-    assert [(done, total) for _, done, total in shown] == [(1, 3), (2, 3)]
-    assert all(task.startswith(url) and "ConnectionRefusedError" in task for task, _, _ in shown)
+    assert [(done, total) for _, done, total in shown] == [(1, None), (2, None)]
+    assert all(url in task and "ConnectionRefusedError" in task for task, _, _ in shown)
 
 
 def test_replies_before_an_error_are_yielded_first() -> None:

@@ -63,6 +63,8 @@ STREAM_END = "[DONE]"
 CONNECT_TIMEOUT_S = 30.0
 MAX_RESPONSE_BYTES = 64 * 2**20
 POLL_S = 0.05
+MAX_REASON = 80
+"""Maximum number of characters of the reason of a failed attempt that is shown as progress."""
 """Seconds between two checks of `stop`."""
 KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
 MAX_LISTED_MODELS = 8
@@ -669,7 +671,8 @@ class OpenAiEndpoint:
                 with self._lock:
                     self._not_before_s = max(self._not_before_s, until_s)
             if attempt < self._settings.max_attempts:
-                report_progress(f"{self.address}: {reason}; attempts", attempt, self._settings.max_attempts)
+                if self._model_info is None:  # nothing else is shown before the first answer
+                    report_progress(f"failed attempts at {self.address} ({reason[:MAX_REASON]})", attempt)
                 delay_s = http_client.compute_retry_delay_s(attempt, replace(outcome, retry_after_s=0.0))
                 await anyio.sleep(min(delay_s * self._settings.retry_delay_s, http_client.MAX_DELAY_S))
         attempts = http_client.format_attempts(self._settings.max_attempts)

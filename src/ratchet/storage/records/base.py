@@ -42,15 +42,16 @@ class Record(BaseModel):
             remedy = f"; run the stage that writes it (`dvc repro {stage}`)" if stage else ""
             raise DataError(f"{path}: not found{remedy}") from None
         except ValueError as error:
-            cause = _describe_first(error) if isinstance(error, ValidationError) else str(error)
+            cause = _describe_problems(error) if isinstance(error, ValidationError) else str(error)
             raise DamagedFileError(f"{path}: not a {cls.__name__} ({cause}); create it again") from None
 
 
-def _describe_first(error: ValidationError) -> str:
-    """Return the first problem, and how many others there are: `digest: field required, and 9 more problems`."""
+def _describe_problems(error: ValidationError) -> str:
+    """Describe the first problem and count the others: `digest: field required, and 9 more problems`."""
     first, *others = error.errors(include_url=False)
     name = ".".join(map(str, first["loc"]))
-    text = f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}" if name else first["msg"]
+    message = first["msg"].removeprefix("Value error, ")
+    text = f"{name}: {message[:1].lower()}{message[1:]}" if name else message
     return f"{text}, and {len(others)} more problem{'s' * (len(others) > 1)}" if others else text
 
 
