@@ -91,9 +91,8 @@ def train(
     from ratchet.stages import train as stage
     from ratchet.stages.callbacks import open_callbacks
 
-    project = project.with_overrides(overrides)
+    project = _override_training(project, overrides)
     for name in overrides or {}:
-        _refuse_earlier_stage(name)
         if name.split(".", 1)[0] not in ("train", "machine"):
             raise SettingsError(
                 f"override {name}: ratchet.train accepts only settings of the sections train and machine; give it to "
@@ -108,13 +107,16 @@ def train(
     return load_run(project, result.report.run_id)
 
 
-def _refuse_earlier_stage(name: str) -> None:
-    """Raise SettingsError if the setting belongs to a stage that runs before the training."""
-    if name.split(".", 1)[0] in ("base", "prepare"):
-        raise SettingsError(
-            f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
-            "ratchet.base and ratchet.prepare again"
-        )
+def _override_training(project: Project, overrides: Overrides | None) -> Project:
+    """Return the project with overrides. Raises SettingsError for settings of stages that come before the training."""
+    project = project.with_overrides(overrides)
+    for name in overrides or {}:
+        if name.split(".")[0] in ("base", "prepare"):
+            raise SettingsError(
+                f"override {name}: stages base and prepare have run without it; give it to ratchet.Project, and call "
+                "ratchet.base and ratchet.prepare again"
+            )
+    return project
 
 
 @explained_imports()
@@ -163,11 +165,8 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
-    project = project.with_overrides(overrides)
-    for name in overrides or {}:
-        _refuse_earlier_stage(name)
     with progress.show_progress(write_line=on_progress):
-        return stage.sweep(project, workers=workers, on_progress=on_progress).report
+        return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
 @explained_imports()

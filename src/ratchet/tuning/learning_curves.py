@@ -275,8 +275,8 @@ class LearningCurveModel:
 
 
 def _scale_positions(positions: Array, lengths: Array, direction: Array) -> Array:
-    """Return positions, or differences of positions, in coordinates whose Euclidean distance is that of the kernel:
-    each value divided by its length scale, then the product with the direction (dimensions + 1 in all)."""
+    """Return positions, or differences of positions, in coordinates in which the kernel's distance is Euclidean: each
+    value divided by its length scale, then the product with the direction (dimensions + 1 in all)."""
     return np.concatenate([positions / lengths, positions @ direction[:, None]], axis=-1)
 
 
