@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from libraries_cases import told
+from ratchet.config.settings import Settings
+from ratchet.evaluation import comparability
 from ratchet.models import cpu_products
 
 FORCED = (
@@ -84,3 +86,34 @@ def test_only_cpus_of_amd_with_avx512_use_onednn(
     monkeypatch.setattr(cpu_products, "CPU_INFO", info)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert cpu_products.is_onednn_faster() is expected
+
+
+def test_scores_computed_with_other_products_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(is_faster: bool, device: str) -> dict[str, object]:
+        monkeypatch.setattr(cpu_products, "is_onednn_faster", lambda: is_faster)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+        return comparability.describe_numerics("adapter", Settings(), torch.device(device), 4)
+
+    default = describe(False, "cpu")
+    assert "products" not in default
+    assert describe(True, "cpu") == default | {"products": "oneDNN"}
+    assert describe(True, "cuda:0") == describe(False, "cuda:0")
+
+
+def test_loading_a_model_replaces_the_products_of_any_process(tmp_path: Path) -> None:
+    shape = "vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1"
+    found = told(
+        *FORCED,
+        "from pathlib import Path",
+        "from transformers import LlamaConfig, LlamaForCausalLM",
+        f"folder = Path({str(tmp_path / 'model')!r})",
+        f"LlamaForCausalLM(LlamaConfig({shape})).save_pretrained(folder)",
+        "from ratchet.models import loading",
+        "def count_replaced(): return cpu_products.use_onednn.cache_info().currsize",
+        "before = count_replaced()",
+        "loading.load_plain(folder, torch.float32, torch.device('cpu'))",
+        "print(before, count_replaced())",
+    )
+    assert found == "0 1"

@@ -16,7 +16,7 @@ from ratchet.config.settings import Settings
 from ratchet.data import tokenization
 from ratchet.evaluation import harness
 from ratchet.evaluation.rows import TestRows
-from ratchet.models import loading
+from ratchet.models import cpu_products, loading
 from ratchet.storage import digests
 from ratchet.storage.records.data import DatasetCard
 
@@ -32,18 +32,21 @@ def describe_numerics(
 ) -> dict[str, Any]:
     """Describe how a model in this format computes on this machine: all that scores depend on but weights and inputs.
 
-    `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `versions` are those of LIBRARIES and,
-    if the settings use the harness, of HARNESS.
+    `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `products` is the library of the
+    CPU's products of matrices, if it is not torch's default (models.cpu_products). `versions` are those of LIBRARIES
+    and, if the settings use the harness, of HARNESS.
     """
     tasks, is_adapter = settings.evaluate.harness, model_format == "adapter"
     uses_harness = tasks.tasks or tasks.builtin_tasks or "ifeval" in settings.evaluate.metrics
     libraries = (*LIBRARIES, HARNESS) if uses_harness else LIBRARIES
     dtype = settings.train.compute_dtype if is_adapter else settings.export.dtype
+    uses_onednn = device.type == "cpu" and cpu_products.is_onednn_faster()
     return {
         "model_format": model_format,
         "weights": settings.train.base_weight_format if is_adapter else settings.export.dtype,
         "dtype": str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
         "device": loading.get_gpu_name(device) or "cpu",
+        **({"products": "oneDNN"} if uses_onednn else {}),
         "threads": torch.get_num_threads(),
         "batch_rows": batch_rows,
         "versions": {name: version(name) for name in libraries},

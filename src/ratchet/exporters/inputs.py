@@ -13,7 +13,7 @@ from ratchet.exporters.gguf.llama_cpp_tools import LlamaCppTools
 from ratchet.exporters.merge import merger
 from ratchet.exporters.merge.merger import plan_merge
 from ratchet.exporters.merge.recipe import MergeBase, MergeRecipe, WeightedAdapter
-from ratchet.models import base_model, loading
+from ratchet.models import base_model, cpu_products, loading
 from ratchet.registry import pickle_scan
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests, files
@@ -121,6 +121,7 @@ def open_job(layout: ProjectLayout, settings: Settings, progress: Progress) -> E
     card = DatasetCard.load(layout.dataset_card)
     base_path = base_model.locate(layout, base)
     loading.use_threads(settings.machine.threads)
+    cpu_products.use_onednn()  # as in the command, so that merged weights have the same bits in every process
     device = loading.pick_device(settings.machine.device)
     tools = require_exportable(base_path, settings, layout.root)
     job = ExportJob(layout, settings, base, trained, card, base_path, device, tools, progress)

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError, first_line
-from ratchet.models import base_model, model_spec, vocabulary, weights
+from ratchet.models import base_model, cpu_products, model_spec, vocabulary, weights
 from ratchet.models import device as device_probe
 from ratchet.models.device import Model, get_gpu_name, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
@@ -136,6 +136,7 @@ def _read_weights(
     config = meta_model.config
     if getattr(config, "quantization_config", None):
         config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
+    cpu_products.use_onednn()  # as in workers and commands, so that models compute the same bits in every process
     reader = weights.WeightReader(path)
     try:
         with model_spec.use_plain_linears(config):
