@@ -119,6 +119,18 @@ def test_a_directory_without_a_project_is_refused(tmp_path: Path) -> None:
         ratchet.Project(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(name for name in {*ratchet.__all__} - {"init", "__version__"} if name.islower())
+)
+def test_anything_but_a_project_is_refused(name: str) -> None:
+    function = getattr(ratchet, name)
+    expected = rf"ratchet\.{name}: found 'folder' for the project; expected a ratchet\.Project, such as "
+    with pytest.raises(errors.SettingsError, match=expected):
+        function("folder")
+    with pytest.raises(errors.SettingsError, match=expected):
+        function(project="folder")
+
+
 def test_an_unknown_run_is_refused(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
     project, _, _ = trained
     with pytest.raises(errors.DataError, match="ffff"):

@@ -4,9 +4,10 @@ The functions print nothing, return records and raise the exceptions of `ratchet
 the command of the same name, with the same locks: a notebook and a terminal can work on one project.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ratchet.config.extras import explained_imports
 from ratchet.console import progress
@@ -50,8 +51,28 @@ Overrides = Mapping[str, Any]
 
 set_library_defaults()
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-@explained_imports()
+
+def _function_of_project(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function, whose first argument is a project, refuse anything else; explain libraries that are missing."""
+
+    @functools.wraps(function)
+    def checked_function(*args: P.args, **kwargs: P.kwargs) -> T:
+        project = args[0] if args else kwargs.get("project")
+        if not isinstance(project, Project):
+            raise SettingsError(
+                f"ratchet.{function.__name__}: found {project!r} for the project; expected a ratchet.Project, such as "
+                'ratchet.Project("DIRECTORY")'
+            )
+        with explained_imports():
+            return function(*args, **kwargs)
+
+    return checked_function
+
+
+@_function_of_project
 def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
     from ratchet.stages import base as stage
@@ -60,7 +81,7 @@ def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
         return stage.base(project, on_progress)
 
 
-@explained_imports()
+@_function_of_project
 def prepare(project: Project) -> DatasetCard:
     """Turn source files into split, templated, tokenized rows. Raises DataError, SettingsError, BaseModelError."""
     from ratchet.stages import prepare as stage
@@ -68,7 +89,7 @@ def prepare(project: Project) -> DatasetCard:
     return stage.prepare(project)
 
 
-@explained_imports()
+@_function_of_project
 def train(
     project: Project,
     overrides: Overrides | None = None,
@@ -119,7 +140,7 @@ def _override_training(project: Project, overrides: Overrides | None) -> Project
     return project
 
 
-@explained_imports()
+@_function_of_project
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
     """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
     from ratchet.stages import evaluate as stage
@@ -128,7 +149,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         return stage.evaluate(project, on_progress).report
 
 
-@explained_imports()
+@_function_of_project
 def export(project: Project) -> ModelBundle:
     """Merge the adapter, write every format, run each of them and compare. Raises DataError, DamagedFileError."""
     from ratchet.stages import export as stage
@@ -136,7 +157,7 @@ def export(project: Project) -> ModelBundle:
     return stage.export(project)
 
 
-@explained_imports()
+@_function_of_project
 def gate(project: Project) -> Verdict:
     """Decide whether the model may be promoted: PROMOTE, HOLD, REJECT or INVALID. Raises DataError."""
     from ratchet.stages import gate as stage
@@ -144,7 +165,7 @@ def gate(project: Project) -> Verdict:
     return stage.gate(project)
 
 
-@explained_imports()
+@_function_of_project
 def sweep(
     project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
 ) -> SweepReport:
@@ -169,7 +190,7 @@ def sweep(
         return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
-@explained_imports()
+@_function_of_project
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError."""
     from ratchet.stages import sweep as stage
@@ -177,7 +198,7 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     return stage.adopt_trial(project, trial)
 
 
-@explained_imports()
+@_function_of_project
 def control_trial(
     project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None, is_warm: bool = False
 ) -> "TrialRequestResult":
@@ -201,7 +222,7 @@ def control_trial(
     return stage.control_trial(project, action, trial, changes, is_warm)
 
 
-@explained_imports()
+@_function_of_project
 def generate(
     project: Project, prompts: str | Path, output: str | Path, model: str = "adapter",
     on_progress: Progress = ignore_progress,
@@ -224,7 +245,7 @@ def generate(
     return stage.generate(project, Path(prompts), Path(output), model, on_progress)
 
 
-@explained_imports()
+@_function_of_project
 def chat(project: Project, model: str = "adapter", on_progress: Progress = ignore_progress) -> "Chat":
     """Load a model and begin a conversation: `ask(text)` returns an answer, `close()` releases the model.
 
@@ -241,7 +262,7 @@ def chat(project: Project, model: str = "adapter", on_progress: Progress = ignor
     return Chat(project, model, on_progress)
 
 
-@explained_imports()
+@_function_of_project
 def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
     """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
@@ -249,7 +270,7 @@ def compare(project: Project, names: Sequence[str], output: str | Path | None = 
     return stage.compare(project, names, None if output is None else Path(output))
 
 
-@explained_imports()
+@_function_of_project
 def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
     """Register the exported model and make it champion. Repeating the call changes nothing.
 
@@ -267,7 +288,7 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
     return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
 
 
-@explained_imports()
+@_function_of_project
 def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     """Sign an approval of the promotion that a verdict allows. Repeating the call changes nothing.
 
@@ -284,7 +305,7 @@ def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     return stage.approve(project, verdict)
 
 
-@explained_imports()
+@_function_of_project
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
     """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
     from ratchet.stages import promote as stage
@@ -292,7 +313,7 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
 
 
-@explained_imports()
+@_function_of_project
 def audit(project: Project, version: int | None = None, releases: Sequence[str | Path] = ()) -> "AuditReport":
     """Check every fact about a promoted version: its data, training, judgement, promotion and deployments.
 
@@ -310,7 +331,7 @@ def audit(project: Project, version: int | None = None, releases: Sequence[str |
     return stage.audit(project, version, [Path(path) for path in releases])
 
 
-@explained_imports()
+@_function_of_project
 def monitor(project: Project, logs: Sequence[str | Path], version: int | None = None) -> "MonitorReport":
     """Compare the answers that a server logs with the evaluation of a version. Repeating the call counts no line twice.
 
@@ -329,7 +350,7 @@ def monitor(project: Project, logs: Sequence[str | Path], version: int | None = 
     return stage.monitor(project, logs, stage.MonitorOptions(version))
 
 
-@explained_imports()
+@_function_of_project
 def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     project: Project, repository: str, kind: "PushKind" = "adapter", *, is_private: bool = False,
     license: str | None = None, languages: Sequence[str] = (), datasets: Sequence[str] = (), force: bool = False,
@@ -362,11 +383,13 @@ def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     return stage.push(project, repository, options, on_progress)
 
 
+@_function_of_project
 def load_run(project: Project, run_id: str) -> Run:
     """Return the run with this id, or the only run whose id begins with it. Raises DataError if there is none."""
     return Run(directory.find_run(project.layout.runs, run_id))
 
 
+@_function_of_project
 def list_runs(project: Project) -> list[Run]:
     """Return all runs of the project, the newest first."""
     return [

@@ -43,7 +43,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny_model.train_tokenizer([" ".join(WORDS)] * 20, 400)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=1024,
         )
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -189,6 +194,14 @@ def test_the_counts_add_up_for_any_input(prepared: Run, lines: list[str], too_lo
     unlimited = dict.fromkeys(["malformed", "refused", "control_token", "fully_masked", "truncated"])
     card = prepared({"rows.jsonl": "\n".join(lines)}, max_tokens=60, too_long=too_long, limits=unlimited)
     assert card.rows_in == sum(1 for line in lines if line.strip())
+
+
+def test_rows_that_are_too_long_for_the_base_are_noted(prepared: Run) -> None:
+    rows = [*rows_of(60), {"prompt": "long " * 600, "response": "x"}]
+    [note] = [note for note in prepared(rows, max_tokens=5000).notes if "the base reads at most" in note]
+    assert note.startswith("the longest row has ")
+    assert note.endswith("tokens, but the base reads at most 1,024 (by its config.json); set prepare.max_tokens: 1024")
+    assert not any("the base reads" in note for note in prepared(rows, max_tokens=1024).notes)
 
 
 def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Callable[..., str]) -> None:

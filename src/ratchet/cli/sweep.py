@@ -8,7 +8,6 @@ from ratchet.cli.output import print_record, progress_printer
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
-    from ratchet.stages.project import Project
     from ratchet.stages.sweep import SweepResult, TrialRequestResult
     from ratchet.storage.records.sweep import RequestAction
     from ratchet.tuning.report import AdoptedTrial
@@ -117,6 +116,8 @@ def format_request(result: "TrialRequestResult") -> str:
 
 def format_adoption(adopted: "AdoptedTrial") -> str:
     """Format the change of params.yaml, and what `dvc repro` will do."""
+    from ratchet.models.start_adapter import INIT_ADAPTER
+
     title = f"trial {adopted.trial} of study {adopted.study} (run {adopted.run_id})"
     training = "finds this run already trained" if adopted.is_trained_here else "trains it again: its run is not here"
     if not adopted.diff:
@@ -125,6 +126,8 @@ def format_adoption(adopted: "AdoptedTrial") -> str:
     if adopted.conditional:
         names = ", ".join(adopted.conditional)
         fork = f"; {names} now applies to trials without it, so resuming the study needs --fork"
+    if INIT_ADAPTER in adopted.conditional:
+        fork += f"; git ignores the directory of {INIT_ADAPTER}: copy it to other machines, or `git add -f` it"
     written = f"{title}: written to params.yaml. Review and commit it; `dvc repro` {training}{fork}"
     return "\n".join([*adopted.diff, written])
 

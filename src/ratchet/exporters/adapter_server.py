@@ -193,8 +193,8 @@ def _digest(adapter: Path) -> str:
 
 def _write_server_files(target: Path, server: AdapterServer) -> None:
     names = [adapter.name for adapter in server.adapters]
-    config = base_model.read_config(target / "hf")
-    context = min(MAX_CONTEXT_TOKENS, int(config.get("max_position_embeddings") or MAX_CONTEXT_TOKENS))
+    limit = base_model.find_context_length(base_model.read_config(target / "hf"))
+    context = min(MAX_CONTEXT_TOKENS, limit or MAX_CONTEXT_TOKENS)
     rank = next((size for size in VLLM_RANKS if size >= max(a.rank for a in server.adapters)), VLLM_RANKS[-1])
 
     def llama(folder: str, host: str) -> list[str]:

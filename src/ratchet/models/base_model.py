@@ -4,7 +4,7 @@ Every base model is pinned by its content: the SHA-256 of each file. This module
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,11 @@ FourBitType = Literal["nf4", "fp4"]
 
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """Result of `strftime_now` in chat templates (Llama 3.1's own default): data must not depend on the current date."""
+
+CONTEXT_LENGTH_NAMES = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
+)  # fmt: skip
+"""Names under which configs store the maximum number of tokens of a text."""
 
 _PATTERNS = (
     "config.json", "generation_config.json", INDEX,
@@ -271,6 +276,14 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise BaseModelError(f"{file}: not the config of a model (model_type is missing); restore the original file")
     return config
+
+
+def find_context_length(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum number of tokens of a text by a config.json (or its part for text); None if it has none."""
+    text_config = config.get("text_config")
+    parts = [config, text_config if isinstance(text_config, dict) else {}]
+    values = [part.get(name) for part in parts for name in CONTEXT_LENGTH_NAMES]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def read_hidden_size(path: Path) -> int | None:

@@ -74,8 +74,9 @@ def prepare(project: Project) -> DatasetCard:
                 card = canaries.add_to_card(card, planted, planted_rows)
             template = digests.hash_bytes(str(tokenizer.chat_template).encode())
             digest, fields_digest = fingerprints.content, fingerprints.fields
+            notes = (*card.notes, *_describe_context(card, base_model.locate(layout, base)))
             identity = {"digest": digest, "fields_digest": fields_digest, "base_digest": base.digest}
-            card = card.model_copy(update=identity | {"template": template})
+            card = card.model_copy(update=identity | {"template": template, "notes": notes})
             card.save(scratch / layout.dataset_card.name)
             dropped_rows = sum(drop.count for drop in card.dropped.values())
             figures = {"training_rows": card.splits["train"], "dropped_rows": dropped_rows}
@@ -84,6 +85,17 @@ def prepare(project: Project) -> DatasetCard:
         if layout.streamed_shards.exists():
             shutil.rmtree(layout.streamed_shards)
         return card
+
+
+def _describe_context(card: DatasetCard, path: Path) -> Iterator[str]:
+    """Yield a note if rows are longer than the texts that the base at `path` can read by its config."""
+    limit = base_model.find_context_length(base_model.read_config(path))
+    longest = max(lengths.greatest for lengths in card.lengths.values())
+    if limit is not None and longest > limit:
+        yield (
+            f"the longest row has {longest:,} tokens, but the base reads at most {limit:,} (by its config.json); set "
+            f"prepare.max_tokens: {limit}"
+        )
 
 
 def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkIndex | None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ratchet.models.base_model import CONTEXT_LENGTH_NAMES
 from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.device import Model
 from ratchet.models.likelihoods import MIN_SHARED_PREFIX_TOKENS, is_plain_kv_cache
 
 FinishReason = Literal["stop", "length", "context", "memory", "invalid"]
-_CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Names under which configs store the maximum length of a text."""
-
 ROOM_COLUMNS = 64
 """Minimum number of columns that an enlarged buffer gets in addition to those that it needs now."""
 BeforePass = Callable[[int], None]
@@ -125,7 +123,7 @@ def get_context_length(model: Model) -> int | None:
     """Return the maximum length of a text; None if the config does not state it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = base.config.get_text_config()
-    limits = [value for name in _CONTEXT_LENGTH_NAMES if isinstance(value := getattr(config, name, None), int)]
+    limits = [value for name in CONTEXT_LENGTH_NAMES if isinstance(value := getattr(config, name, None), int)]
     return min(limits, default=None)
 
 

@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ratchet.errors import DamagedFileError
+from ratchet.models import base_model
 from ratchet.registry.deployment import model_card
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage.records.evaluation import EvaluationReport
@@ -48,7 +49,6 @@ GUIDE = "SERVE.md"
 MAX_CONTEXT_TOKENS = 8192
 """Context size in the commands, unless the model's limit is smaller. A server's memory grows with the context size."""
 
-_CONTEXT_LIMIT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 Message = Mapping[str, str]
 
@@ -186,9 +186,7 @@ def read_facts(directory: Path, name: str) -> ServingFacts:
     config = _read_json(directory / "config.json")
     if not config:
         raise DamagedFileError(f"{directory / 'config.json'}: expected a model's config; run `dvc repro -f export`")
-    text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    limits = [part.get(key) for part in (config, text_config) for key in _CONTEXT_LIMIT_KEYS if isinstance(part, dict)]
-    limit = next((number for number in limits if isinstance(number, int) and number > 0), None)
+    limit = base_model.find_context_length(config)
     tokenizer = _read_json(directory / "tokenizer.json")
     end_ids = _read_json(directory / "generation_config.json").get("eos_token_id")
     tokens = [token for token in tokenizer.get("added_tokens") or [] if isinstance(token, dict)]
