@@ -131,6 +131,22 @@ def test_anything_but_a_project_is_refused(name: str) -> None:
         function(project="folder")
 
 
+def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None:
+    project = trained[0]
+    for call, message in (
+        (lambda: ratchet.sweep(project, workers="2"), "workers: found '2'"),
+        (lambda: ratchet.sweep(project, workers=True), "workers: found True"),
+        (lambda: ratchet.adopt(project, "6"), "trial: found '6'"),
+        (lambda: ratchet.adopt(project, False), "trial: found False"),
+        (lambda: ratchet.control_trial(project, ["stop"], 0), r"action: found \['stop'\]"),
+        (lambda: ratchet.control_trial(project, "stop", 0.5), "trial: found 0.5"),
+        (lambda: ratchet.control_trial(project, "clone", 0, "train.rank=3"), "changes: found 'train.rank=3'"),
+        (lambda: ratchet.control_trial(project, "clone", 0, None, "no"), "is_warm: found 'no'"),
+    ):
+        with pytest.raises(errors.SettingsError, match=message):
+            call()
+
+
 def test_an_unknown_run_is_refused(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:
     project, _, _ = trained
     with pytest.raises(errors.DataError, match="ffff"):

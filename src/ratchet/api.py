@@ -7,6 +7,7 @@ the command of the same name, with the same locks: a notebook and a terminal can
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ratchet.config.extras import explained_imports
@@ -70,6 +71,12 @@ def _function_of_project(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return checked_function
+
+
+def _require_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise SettingsError if an argument has another type; a bool does not count as an int."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise SettingsError(f"{name}: found {value!r}; expected {expected}")
 
 
 @_function_of_project
@@ -186,15 +193,18 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
+    _require_type("workers", workers, int, "a number of workers")
     with progress.show_progress(write_line=on_progress):
         return stage.sweep(_override_training(project, overrides), workers=workers, on_progress=on_progress).report
 
 
 @_function_of_project
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
-    """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError."""
+    """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError,
+    SettingsError."""
     from ratchet.stages import sweep as stage
 
+    _require_type("trial", trial, (int, NoneType), "the number of a trial, or None for the winner")
     return stage.adopt_trial(project, trial)
 
 
@@ -219,6 +229,10 @@ def control_trial(
     """
     from ratchet.stages import sweep as stage
 
+    _require_type("action", action, str, "stop, pause, resume or clone")
+    _require_type("trial", trial, int, "the number of a trial")
+    _require_type("changes", changes, (Mapping, NoneType), 'values by setting, such as {"train.rank": 16}')
+    _require_type("is_warm", is_warm, bool, "True or False")
     return stage.control_trial(project, action, trial, changes, is_warm)
 
 

@@ -120,6 +120,22 @@ def test_a_file_in_place_of_the_runs_is_refused_before_anything_is_trained(
     assert not project.sweeps.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (("--report", "--workers", "3"), "--workers: found with --report"),
+        (("--adopt", "--fork"), "--fork: found with --adopt"),
+        (("--stop", "0", "--engine", "ray"), "--engine: found with --stop"),
+        (("--clone", "0", "--warm", "--chaos", "1"), "--chaos: found with --clone"),
+    ],
+)
+def test_options_of_a_search_are_refused_where_no_trial_starts(
+    project: ProjectLayout, options: tuple[str, ...], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--project", str(project.root), "sweep", *options]) == 2
+    assert refused in capsys.readouterr().err
+
+
 def test_report_and_adopt_start_no_study(
     project: ProjectLayout, calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

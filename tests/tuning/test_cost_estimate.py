@@ -1,5 +1,6 @@
 """Tests the estimate of a search's cost before it starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_tokens_are_between_those_of_the_first_rung_and_those_of_complete_traini
     )  # fmt: skip
     assert (estimate.least_tokens, estimate.most_tokens) == (3000 + 1700, 20_000)
     assert estimate.format() == (
-        "20 trials; a complete training has 1,000 answer tokens, the search needs 4,700 to 20,000; at best 3 min "
+        "20 trials; a complete training has 1,000 answer tokens, the sweep needs 4,700 to 20,000; at best 3 min "
         "55 s to 16 min 40 s, at the speed of the last complete run"
     )
 
@@ -31,8 +32,8 @@ def test_without_pruning_and_without_a_run_there_is_one_number_and_no_time() -> 
         trials=4, complete_trainings=3, training_tokens=1000, first_pruning=1.0, tokens_per_s=None, workers=1
     )  # fmt: skip
     assert estimate.format() == (
-        "4 trials; a complete training has 1,000 answer tokens, the search needs 4,000; no estimate of the time, "
-        "because no complete run with this base was trained alone and is long enough"
+        "4 trials; a complete training has 1,000 answer tokens, the sweep needs 4,000; the time is shown after the "
+        "first trial, because no complete run with this base was trained alone and is long enough"
     )
 
 
@@ -76,6 +77,32 @@ def test_a_limit_of_tokens_limits_the_estimate() -> None:
         max_tokens=3000,
     )  # fmt: skip
     assert (estimate.least_tokens, estimate.most_tokens) == (3000, 3000)
+    one = replace(estimate, max_tokens=10)
+    assert (one.least_tokens, one.most_tokens) == (1000, 1000), "one training is completed nevertheless"
+
+
+def test_the_final_round_is_part_of_the_estimate(tmp_path: Path) -> None:
+    estimate = SearchEstimate(
+        trials=20, complete_trainings=3, training_tokens=1000, first_pruning=0.1, tokens_per_s=10.0, workers=1,
+        final_trainings=6,
+    )  # fmt: skip
+    assert (estimate.least_tokens, estimate.most_tokens) == (4700 + 6000, 26_000)
+    assert replace(estimate, max_tokens=3000).most_tokens == 9000
+    assert estimate.format().startswith("20 trials and 6 trainings of finalists; a complete training has 1,000 answer")
+    layout = tiny_project.prepared(tmp_path / "project", tiny_sweep.settings())
+    for top_k, seeds, together, expected in ((3, 3, 1, 6), (3, 3, 4, 9), (1, 3, 1, 0), (1, 3, 4, 1), (9, 2, 1, 8)):
+        finalists = FinalistSettings(top_k=top_k, seeds=seeds)
+        settings = tiny_sweep.settings(trials=8, concurrent_trials=together, finalists=finalists)
+        space = SearchSpace.from_settings(settings)
+        assert estimate_search(layout, settings, space, workers=1).final_trainings == expected
+
+
+def test_a_space_with_few_points_has_few_trials(tmp_path: Path) -> None:
+    points = {"train.rank": SweepParameter(choices=(2, 4)), "train.learning_rate": SweepParameter(choices=(0.001,))}
+    settings = tiny_sweep.settings(trials=8, space=points, finalists=FinalistSettings(top_k=3, seeds=3))
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    estimate = estimate_search(layout, settings, SearchSpace.from_settings(settings), workers=1)
+    assert (estimate.trials, estimate.final_trainings) == (2, 2 * 2)
 
 
 def test_the_first_rung_is_judged_at_the_next_validation(tmp_path: Path) -> None:

@@ -97,6 +97,19 @@ def test_a_training_without_expected_improvement_is_continued_only_for_the_final
     assert search(running, trial_at_rung=5).reason_to_pause() is not None
 
 
+def test_the_best_of_the_other_trainings_becomes_the_next_finalist() -> None:
+    history = [
+        trained(0, GOOD, 1000, "complete"), trained(1, FAIR, 500), trained(2, BAD, 100),
+        trained(3, BAD, 800, "running", continues=2),
+    ]  # fmt: skip
+    judged = search(history, missing_trainings=1, may_improve=False, trial_at_rung=3)
+    assert (judged.reason_to_pause() or "").endswith("; trial 1 should end lower, and becomes a finalist")
+    paused = [*history[:3], trained(3, BAD, 800, continues=2)]
+    assert search(paused, missing_trainings=1, may_improve=False).choose() == Continuation(1)
+    running = [*paused, trained(4, FAIR, 800, "running", continues=1)]
+    assert search(running, missing_trainings=1, may_improve=False, trial_at_rung=4).reason_to_pause() is None
+
+
 def test_after_a_limit_nothing_is_continued_to_improve() -> None:
     assert search(PAUSED, may_improve=False).choose() is None
     assert search(PAUSED, may_improve=False, missing_trainings=1).choose() == Continuation(1)

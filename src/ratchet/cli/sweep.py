@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, progress_printer
+from ratchet.errors import SettingsError
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
@@ -59,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from ratchet.config.params_file import parse_changes
-    from ratchet.errors import SettingsError
     from ratchet.stages import sweep
 
     project = Project(arguments.project)
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.set or arguments.warm) and "clone" not in requests:
         option, usage = ("--set", "--set KEY=VALUE") if arguments.set else ("--warm", "--warm")
         raise SettingsError(f"{option}: found without --clone; expected `ratchet sweep --clone TRIAL {usage}`")
+    _require_used_options(arguments, requests)
     if requests:
         [(action, number)] = requests.items()
         changes = parse_changes(arguments.set or [])
@@ -87,6 +89,18 @@ def run(arguments: argparse.Namespace) -> None:
             create_display=create_display, on_progress=progress_printer(arguments),
         )  # fmt: skip
         print_record(ended, format_end, arguments)
+
+
+def _require_used_options(arguments: argparse.Namespace, requests: Container[str]) -> None:
+    """Raise SettingsError for options of a search with an option that starts no trial."""
+    modes = {"report": arguments.report, "adopt": arguments.adopt is not None}
+    mode = next((name for name in (*modes, *REQUESTS) if modes.get(name) or name in requests), None)
+    given = {
+        "workers": arguments.workers != 1, "chaos": arguments.chaos, "engine": arguments.engine != "local",
+        "fork": arguments.fork and mode != "report",
+    }  # fmt: skip
+    if mode is not None and (option := next((name for name, is_given in given.items() if is_given), None)):
+        raise SettingsError(f"--{option}: found with --{mode}, which starts no trials; omit one of them")
 
 
 def format_end(result: "SweepResult") -> str:

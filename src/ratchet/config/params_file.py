@@ -103,7 +103,7 @@ def parse(
                 replaced = f" (with other values of {', '.join(labels)})" if labels else ""
                 problems[_format_problem(document, item, name) + replaced] = None
             else:
-                problems[_format_override_problem(overridden, labels[overridden], item)] = None
+                problems[_format_override_problem(overridden, labels[overridden], plain, item)] = None
         raise SettingsError("\n".join(problems)) from None
 
 
@@ -361,10 +361,18 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
     return f"{name}:{line}: {complaint}" if name else complaint
 
 
-def _format_override_problem(key: str, label: str, item: dict[str, Any]) -> str:
+def _format_override_problem(key: str, label: str, sections: dict[str, Any], item: dict[str, Any]) -> str:
+    """Format one of pydantic's errors about an override; if its value has parts, with the path of the part."""
     option = COMMAND_LINE_OPTIONS.get(key) if label.startswith("override ") else None
     name = f"{option} ({key})" if option else label
-    return _format_complaint(name, [str(part) for part in item["loc"]], item)
+    keys, node, parts = key.split("."), sections, []
+    for depth, part in enumerate(item["loc"]):  # it also has labels of union branches
+        is_part = part in node if isinstance(node, dict) else isinstance(node, list | tuple) and isinstance(part, int)
+        if is_part:
+            node = node[part]
+            parts += [str(part)] if depth >= len(keys) else []
+    path = f"{name}: {'.'.join(parts)}" if parts and item["type"] != "extra_forbidden" else name
+    return _format_complaint(path, [str(part) for part in item["loc"]], item)
 
 
 def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:

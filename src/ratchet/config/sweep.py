@@ -190,9 +190,9 @@ class Sweep(Section):
     trials: PositiveCount = 20
     """Total number of trials, over all starts of the sweep. Trials that a fork takes over are not counted."""
     max_hours: Positive | None = None
-    """Start no trial after this much total training time, in hours. null: no limit."""
+    """Start no trial after this much total training time, in hours, but complete one. null: no limit."""
     max_tokens: PositiveCount | None = None
-    """Start no trial after this many answer tokens trained on in total. null: no limit."""
+    """Start no trial after this many answer tokens trained on in total, but complete one. null: no limit."""
     sampler: SamplerSettings = SamplerSettings()
     """Optuna sampler: which values are tried next."""
     pruner: PrunerSettings = PrunerSettings()
@@ -218,7 +218,7 @@ class Sweep(Section):
             return self.pruner
         if len(self.objectives) > 1:
             return self.pruner.model_copy(update={"kind": "none"})
-        return self.pruner.model_copy(update={"kind": "asha" if self._freeze_thaw_obstacle() else "freeze_thaw"})
+        return self.pruner.model_copy(update={"kind": "asha" if self.find_freeze_thaw_obstacle() else "freeze_thaw"})
 
     @property
     def _has_few_ranges(self) -> bool:
@@ -227,7 +227,7 @@ class Sweep(Section):
         is_range = all(parameter.low is not None and not parameter.when for parameter in searched)
         return is_range and 0 < len(searched) <= MAX_GP_PARAMETERS
 
-    def _freeze_thaw_obstacle(self) -> str | None:
+    def find_freeze_thaw_obstacle(self) -> str | None:
         """Return why freeze_thaw is not possible; None if it is."""
         if not self._has_few_ranges:
             return f"it needs a space of at most {MAX_GP_PARAMETERS} ranges without choices and without when"
@@ -247,7 +247,7 @@ class Sweep(Section):
                 raise ValueError(f"objectives: unknown metric {objective.metric!r}; expected one of: {known}")
         if len({objective.metric for objective in self.objectives}) < len(self.objectives):
             raise ValueError("objectives: found the same metric twice; remove one")
-        if self.pruner.kind == "freeze_thaw" and (obstacle := self._freeze_thaw_obstacle()):
+        if self.pruner.kind == "freeze_thaw" and (obstacle := self.find_freeze_thaw_obstacle()):
             raise ValueError(f"pruner.kind: found freeze_thaw; {obstacle}; set it to auto")
         if len(self.objectives) > 1 and self.pruner.kind not in ("auto", "none"):
             raise ValueError(

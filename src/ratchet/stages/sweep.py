@@ -308,6 +308,8 @@ class _SweepCommand:
         estimate = estimate_search(self._layout, settings, self._session.space, self._worker_count)
         self._on_progress(estimate.format())
         pruner, first = settings.sweep.resolved_pruner, estimate.first_pruning
+        if settings.sweep.pruner.kind == "auto" and pruner.kind == "asha":
+            self._on_progress(f"trials are pruned by asha; freeze_thaw: {settings.sweep.find_freeze_thaw_obstacle()}")
         if pruner.kind != "none" and first > LATE_RUNG * pruner.min_resource_fraction:
             name = "validate_every_steps" if settings.train.validate_every_epochs is None else "validate_every_epochs"
             self._on_progress(
@@ -337,7 +339,7 @@ class _SweepCommand:
 
     def _watch(self, pool: WorkerPool, display: LiveSweepTable | SweepLogPrinter | None, stop: StopSignal) -> Status:
         progress = TrialProgressReader(self._layout.runs)
-        final_round_progress = FinalRoundProgress(self._session)
+        final_round_progress, done = FinalRoundProgress(self._session), 0
         self._last = self._session.report(with_importances=False)
         try:
             while (pool.poll() or self._restart_workers(pool)) and not stop.is_requested:
@@ -346,12 +348,17 @@ class _SweepCommand:
                     self._last = self._session.report(with_importances=False)
                     for line in final_round_progress.list_news(self._last):
                         self._on_progress(line)
-                report_progress("trials", count_finished(self._last), self._last.planned_trials)
+                # A paused trial may be continued, so the last one is not reported before the final round has ended.
+                planned = self._last.planned_trials
+                done = max(done, min(count_finished(self._last), planned - 1))
+                report_progress("trials", done, planned)
                 if display is not None:
                     display.show(self._last, progress.read(self._last), pool.alive_count)
                 stop.wait(POLL_S, _do_nothing)
             wait_s = self._settings.machine.storage_timeout_s
             self._last = retry_storage(lambda: self._session.report(with_importances=False), wait_s, _do_nothing)
+            if not stop.is_requested:
+                report_progress("trials", count_finished(self._last), self._last.planned_trials)
         finally:
             if display is not None:
                 display.close(self._last)

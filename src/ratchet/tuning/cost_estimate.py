@@ -1,10 +1,12 @@
-"""Estimates before a sweep starts: answer tokens and time of its search."""
+"""Estimates answer tokens and time of a sweep before it starts."""
 
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from ratchet.config.settings import Settings
+from ratchet.config.sweep import FinalistSettings
 from ratchet.config.units import format_duration
 from ratchet.data.batches import count_validation_interval
 from ratchet.errors import RatchetError
@@ -24,7 +26,7 @@ take longer than later ones."""
 
 @dataclass(frozen=True)
 class SearchEstimate:
-    """Cost of a search without its final round."""
+    """Cost of a sweep."""
 
     trials: int
     complete_trainings: int
@@ -40,31 +42,39 @@ class SearchEstimate:
     concurrent_trials: int = 1
     """Trials that each worker trains together."""
     max_tokens: int | None = None
-    """Limit of the sweep in answer tokens."""
+    """Limit of the search in answer tokens; it completes one training nevertheless."""
+    final_trainings: int = 0
+    """Number of trainings in the final round, if it drops no finalist."""
 
     @property
     def least_tokens(self) -> int:
         """Answer tokens if all trials except the complete ones are pruned at the first rung."""
         complete = min(self.complete_trainings, self.trials)
-        tokens = round((complete + (self.trials - complete) * self.first_pruning) * self.training_tokens)
-        return min(tokens, self.most_tokens)
+        return self._limit(round((complete + (self.trials - complete) * self.first_pruning) * self.training_tokens))
 
     @property
     def most_tokens(self) -> int:
         """Answer tokens if no trial is pruned."""
-        tokens = self.trials * self.training_tokens
-        return tokens if self.max_tokens is None else min(tokens, self.max_tokens)
+        return self._limit(self.trials * self.training_tokens)
+
+    def _limit(self, search_tokens: int) -> int:
+        """Return the answer tokens of search and final round, by those of the search without its limit."""
+        if self.max_tokens is not None:
+            search_tokens = min(search_tokens, max(self.max_tokens, self.training_tokens))
+        return search_tokens + self.final_trainings * self.training_tokens
 
     def format(self) -> str:
         """Return the estimate as a line of text."""
+        final = f" and {self.final_trainings} trainings of finalists" if self.final_trainings else ""
         text = (
-            f"{self.trials} trials; a complete training has {self.training_tokens:,} answer tokens, the search needs "
+            f"{self.trials} trials{final}; a complete training has {self.training_tokens:,} answer tokens, the sweep "
+            "needs "
         )
         is_open = self.least_tokens < self.most_tokens
         text += f"{self.least_tokens:,} to {self.most_tokens:,}" if is_open else f"{self.most_tokens:,}"
         if self.tokens_per_s is None:
             why = "no complete run with this base was trained alone and is long enough"
-            return f"{text}; no estimate of the time, because {why}"
+            return f"{text}; the time is shown after the first trial, because {why}"
         times = [
             format_duration(tokens / self.tokens_per_s / self.workers)
             for tokens in dict.fromkeys((self.least_tokens, self.most_tokens))
@@ -78,19 +88,30 @@ class SearchEstimate:
 
 
 def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpace, workers: int) -> SearchEstimate:
-    """Return the estimate for a new study."""
+    """Return the estimate for a new study, and a final round that no finalist leaves early."""
     sweep, card, epochs = settings.sweep, DatasetCard.load(layout.dataset_card), longest_epochs(space, settings)
-    training_tokens = round(card.lengths["train"].trained * epochs)
+    training_tokens, concurrent = round(card.lengths["train"].trained * epochs), count_concurrent_trials(settings)
+    trials = sweep.trials
+    if space.is_finite:
+        trials = sum(1 for _ in islice(space.iterate_points(), trials))
     return SearchEstimate(
-        trials=sweep.trials,
+        trials=trials,
         complete_trainings=max(1, sweep.finalists.top_k),
         training_tokens=training_tokens,
         first_pruning=_compute_first_pruning_share(settings, card.splits["train"] * epochs, card.splits["train"]),
         tokens_per_s=_measure_speed(layout, settings, MIN_SHARE_OF_TRAINING * training_tokens),
         workers=workers,
-        concurrent_trials=count_concurrent_trials(settings),
+        concurrent_trials=concurrent,
         max_tokens=sweep.max_tokens,
+        final_trainings=_count_final_trainings(sweep.finalists, trials, concurrent),
     )
+
+
+def _count_final_trainings(settings: FinalistSettings, trials: int, concurrent_trials: int) -> int:
+    """Return the number of trainings in the final round: further seeds, and trials that were not trained alone."""
+    finalists = min(max(1, settings.top_k), trials)
+    seeds = settings.seeds if finalists > 1 else 1
+    return finalists * (seeds if concurrent_trials > 1 else seeds - 1)
 
 
 def _compute_first_pruning_share(settings: Settings, longest_rows: float, epoch_rows: int) -> float:

@@ -146,9 +146,8 @@ class FreezeThawSearch:
             return NewTrial(self._proposal.values)
         if best is not None and is_worthwhile:
             return Continuation(self._lineages[best].trials[-1].number)
-        if self._paused_scores and self.missing_trainings > 0:
-            best = min(self._paused_scores, key=lambda index: self._predicted[self._curve_indices[index]])
-            return Continuation(self._lineages[best].trials[-1].number)
+        if self._next_finalist is not None:
+            return Continuation(self._lineages[self._next_finalist].trials[-1].number)
         return None
 
     def reason_to_pause(self) -> str | None:
@@ -164,10 +163,12 @@ class FreezeThawSearch:
         best_score = others.get(best, -math.inf)
         if self.may_improve and own_score >= max(self._min_score, best_score + math.log(KEEP_SHARE)):
             return None
-        is_needed = self.missing_trainings > 0 and self._proposal is None
-        if is_needed and not (self.may_improve and best_score >= self._min_score):
-            return None
         reason = f"its expected improvement is {_format_improvement(own_score)} of the loss"
+        finalist = self._next_finalist
+        if finalist is not None and self._proposal is None and not (self.may_improve and best_score >= self._min_score):
+            if finalist == own:
+                return None
+            return f"{reason}; trial {self._lineages[finalist].first} should end lower, and becomes a finalist"
         if best_score > own_score:
             return f"{reason}; {best} has {_format_improvement(best_score)}"
         return f"{reason}, less than {_format_improvement(self._min_score)}" if self.may_improve else reason
@@ -255,6 +256,14 @@ class FreezeThawSearch:
             return {}
         prediction = self._model.predict_observed([self._curve_indices[index] for index in paused])
         return dict(zip(paused, log_expected_improvement(prediction, self._best).tolist(), strict=True))
+
+    @property
+    def _next_finalist(self) -> int | None:
+        """The paused training with the lowest prediction, by the index of its lineage, if the final round needs another
+        complete training; otherwise None."""
+        if not self._paused_scores or self.missing_trainings <= 0:
+            return None
+        return min(self._paused_scores, key=lambda index: self._predicted[self._curve_indices[index]])
 
     @property
     def _min_score(self) -> float:
