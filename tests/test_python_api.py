@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import machines
@@ -134,10 +135,10 @@ def test_anything_but_a_project_is_refused(name: str) -> None:
 def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None:
     project = trained[0]
     for call, message in (
-        (lambda: ratchet.sweep(project, workers="2"), "workers: found '2'"),
-        (lambda: ratchet.sweep(project, workers=True), "workers: found True"),
-        (lambda: ratchet.adopt(project, "6"), "trial: found '6'"),
-        (lambda: ratchet.adopt(project, False), "trial: found False"),
+        (lambda: ratchet.sweep(project, workers="2"), r"ratchet\.sweep: workers: found '2'; expected an integer >= 1"),
+        (lambda: ratchet.sweep(project, workers=True), "sweep: workers: found True"),
+        (lambda: ratchet.adopt(project, "6"), "adopt: trial: found '6'; expected an integer, or None"),
+        (lambda: ratchet.adopt(project, False), "adopt: trial: found False"),
         (lambda: ratchet.control_trial(project, ["stop"], 0), r"action: found \['stop'\]"),
         (lambda: ratchet.control_trial(project, "stop", 0.5), "trial: found 0.5"),
         (lambda: ratchet.control_trial(project, "clone", 0, "train.rank=3"), "changes: found 'train.rank=3'"),
@@ -145,6 +146,10 @@ def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None
     ):
         with pytest.raises(errors.SettingsError, match=message):
             call()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'project'"):
+        ratchet.sweep()
+    with pytest.raises(errors.DataError, match="no study sweep in"):
+        ratchet.adopt(project, np.int64(0))  # an index of a report's table
 
 
 def test_an_unknown_run_is_refused(trained: tuple[ratchet.Project, ratchet.Run, list[Recorder]]) -> None:

@@ -139,6 +139,8 @@ def test_a_stage_of_dvc_refuses_what_dvc_does_not_see(
     error = capsys.readouterr().err
     assert "RATCHET__TRAIN__RANK: DVC does not see this variable" in error
     assert "`dvc exp run -S 'train.rank=8'`" in error
+    monkeypatch.setenv("RATCHET__TRAIN__RANK", "16")  # as in params.yaml
+    assert ratchet.Project(project.root).settings.train.rank == 16
     monkeypatch.delenv("RATCHET__TRAIN__RANK")
     monkeypatch.setenv("RATCHET__TRAIN", "{rank: 8}")
     assert main(["--project", str(project.root), "prepare"]) == 2

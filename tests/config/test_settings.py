@@ -327,6 +327,7 @@ def test_settings_that_are_not_overridden_are_as_in_the_file() -> None:
         ("machine.nodes", "3:2", "--nodes (machine.nodes): found '3:2'"),
         ("train.rnk", 8, "override train.rnk: unknown setting; did you mean rank?"),
         ("sweep.pruner", {"min_resource_fraction": 2}, "override sweep.pruner: min_resource_fraction: found 2"),
+        ("sweep.pruner", {"kindd": 1}, "override sweep.pruner: kindd: unknown setting; did you mean kind?"),
         ("sweep.space", {"train.rank": {"low": "x", "high": 8}}, "override sweep.space: train.rank.low: found 'x'"),
         ("sweep.space", {"train.rank": {"low": 9, "high": 8}}, "override sweep.space: train.rank.low: found 9"),
         ("trian.rank", 8, "override trian.rank: unknown setting"),

@@ -334,3 +334,15 @@ def test_a_frame_is_one_write() -> None:
         view.show(WHOLE, {}, 2)
     assert stream.writes == before + 5
     view.close(WHOLE)
+
+
+def test_the_progress_never_falls_and_is_not_complete_while_a_paused_trial_may_be_continued() -> None:
+    paused = [RUNNING.model_copy(update={"number": n, "run_id": f"{n:012}", "state": "pruned"}) for n in range(3)]
+    all_paused = ONE.model_copy(update={"trials": tuple(paused)})
+    assert sweep_table.count_finished(all_paused) == all_paused.planned_trials == 3
+    assert sweep_table.count_progress(all_paused) == 2
+    continued = RUNNING.model_copy(update={"number": 3, "continues": 0, "run_id": paused[0].run_id})
+    other = continued.model_copy(update={"number": 4, "continues": 1, "run_id": paused[1].run_id})
+    both = all_paused.model_copy(update={"trials": (*paused, continued, other)})
+    assert sweep_table.count_finished(both) == 1
+    assert sweep_table.count_progress(both, 2) == 2

@@ -88,7 +88,7 @@ def test_only_cpus_of_amd_with_avx512_use_onednn(
     assert cpu_products.is_onednn_faster() is expected
 
 
-def test_scores_computed_with_other_products_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_computed_with_other_products_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     def describe(is_faster: bool, device: str) -> dict[str, object]:
         monkeypatch.setattr(cpu_products, "is_onednn_faster", lambda: is_faster)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -111,9 +111,17 @@ def test_loading_a_model_replaces_the_products_of_any_process(tmp_path: Path) ->
         f"folder = Path({str(tmp_path / 'model')!r})",
         f"LlamaForCausalLM(LlamaConfig({shape})).save_pretrained(folder)",
         "from ratchet.models import loading",
-        "def count_replaced(): return cpu_products.use_onednn.cache_info().currsize",
-        "before = count_replaced()",
+        "calls, multiply = [], cpu_products._multiply",
+        "def count_call(left, right):",
+        "    calls.append(left.shape)",
+        "    return multiply(left, right)",
+        "cpu_products._multiply = count_call",
+        "def multiply_ones(): return torch.mm(torch.ones(300, 64), torch.ones(64, 300))",
+        "multiply_ones()",
+        "before = len(calls)",
         "loading.load_plain(folder, torch.float32, torch.device('cpu'))",
-        "print(before, count_replaced())",
+        "calls.clear()",
+        "multiply_ones()",
+        "print(before, len(calls))",
     )
     assert found == "0 1"

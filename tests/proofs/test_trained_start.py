@@ -65,7 +65,7 @@ def test_a_warm_clone_starts_from_the_weights_of_its_trial_and_can_be_adopted(pr
     adopted = request("--adopt", str(warm.number))
     assert f"init_adapter: {warm.values['train.init_adapter']}" in adopted
     assert "finds this run already trained; train.init_adapter now applies to trials without it" in adopted
-    assert "git ignores the directory of train.init_adapter: copy it to other machines, or `git add -f` it" in adopted
+    assert "git ignores experiments/start_weights: copy it to other machines, or `git add -f`" in adopted
     done = tiny_project.ratchet(project, "train")
     assert done.returncode == 0, done.stderr
     assert TrainReport.load(project.train_report).run_id == warm.run_id

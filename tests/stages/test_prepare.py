@@ -198,10 +198,14 @@ def test_the_counts_add_up_for_any_input(prepared: Run, lines: list[str], too_lo
 
 def test_rows_that_are_too_long_for_the_base_are_noted(prepared: Run) -> None:
     rows = [*rows_of(60), {"prompt": "long " * 600, "response": "x"}]
-    [note] = [note for note in prepared(rows, max_tokens=5000).notes if "the base reads at most" in note]
-    assert note.startswith("the longest row has ")
-    assert note.endswith("tokens, but the base reads at most 1,024 (by its config.json); set prepare.max_tokens: 1024")
-    assert not any("the base reads" in note for note in prepared(rows, max_tokens=1024).notes)
+    card = prepared(rows, max_tokens=5000)
+    longest = max(lengths.greatest for lengths in card.lengths.values())
+    assert longest > 1024
+    assert card.notes == (
+        f"the longest row has {longest:,} tokens, but the base was trained on at most 1,024 (config.json); set "
+        "prepare.max_tokens: 1024, which drops or truncates longer rows (prepare.too_long)",
+    )
+    assert prepared(rows, max_tokens=1024).notes == ()
 
 
 def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Callable[..., str]) -> None:

@@ -123,7 +123,7 @@ def test_a_file_in_place_of_the_runs_is_refused_before_anything_is_trained(
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        (("--report", "--workers", "3"), "--workers: found with --report"),
+        (("--report", "--workers", "3"), "--workers: found with --report, which starts no trials; give it to a"),
         (("--adopt", "--fork"), "--fork: found with --adopt"),
         (("--stop", "0", "--engine", "ray"), "--engine: found with --stop"),
         (("--clone", "0", "--warm", "--chaos", "1"), "--chaos: found with --clone"),

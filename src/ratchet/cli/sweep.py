@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Container
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, progress_printer
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.set or arguments.warm) and "clone" not in requests:
         option, usage = ("--set", "--set KEY=VALUE") if arguments.set else ("--warm", "--warm")
         raise SettingsError(f"{option}: found without --clone; expected `ratchet sweep --clone TRIAL {usage}`")
-    _require_used_options(arguments, requests)
+    _refuse_search_options(arguments, requests)
     if requests:
         [(action, number)] = requests.items()
         changes = parse_changes(arguments.set or [])
@@ -91,16 +91,18 @@ def run(arguments: argparse.Namespace) -> None:
         print_record(ended, format_end, arguments)
 
 
-def _require_used_options(arguments: argparse.Namespace, requests: Container[str]) -> None:
-    """Raise SettingsError for options of a search with an option that starts no trial."""
-    modes = {"report": arguments.report, "adopt": arguments.adopt is not None}
-    mode = next((name for name in (*modes, *REQUESTS) if modes.get(name) or name in requests), None)
+def _refuse_search_options(arguments: argparse.Namespace, requests: Iterable[str]) -> None:
+    """Raise SettingsError if an option of the search is given with an option that starts no trial."""
+    others = {"report": arguments.report, "adopt": arguments.adopt is not None}
+    mode = next(iter([*requests, *(name for name, is_given in others.items() if is_given)]), None)
     given = {
         "workers": arguments.workers != 1, "chaos": arguments.chaos, "engine": arguments.engine != "local",
         "fork": arguments.fork and mode != "report",
     }  # fmt: skip
     if mode is not None and (option := next((name for name, is_given in given.items() if is_given), None)):
-        raise SettingsError(f"--{option}: found with --{mode}, which starts no trials; omit one of them")
+        raise SettingsError(
+            f"--{option}: found with --{mode}, which starts no trials; give it to a `ratchet sweep` without --{mode}"
+        )
 
 
 def format_end(result: "SweepResult") -> str:
@@ -136,13 +138,13 @@ def format_adoption(adopted: "AdoptedTrial") -> str:
     training = "finds this run already trained" if adopted.is_trained_here else "trains it again: its run is not here"
     if not adopted.diff:
         return f"{title}: params.yaml has these values already; `dvc repro` {training}"
-    fork = ""
+    remarks = ""
     if adopted.conditional:
         names = ", ".join(adopted.conditional)
-        fork = f"; {names} now applies to trials without it, so resuming the study needs --fork"
+        remarks = f"; {names} now applies to trials without it, so resuming the study needs --fork"
     if INIT_ADAPTER in adopted.conditional:
-        fork += f"; git ignores the directory of {INIT_ADAPTER}: copy it to other machines, or `git add -f` it"
-    written = f"{title}: written to params.yaml. Review and commit it; `dvc repro` {training}{fork}"
+        remarks += "; git ignores experiments/start_weights: copy it to other machines, or `git add -f` the directory"
+    written = f"{title}: written to params.yaml. Review and commit it; `dvc repro` {training}{remarks}"
     return "\n".join([*adopted.diff, written])
 
 

@@ -342,18 +342,13 @@ def _convert_to_builtin(node: Any) -> Any:
 
 def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
     """Format one of pydantic's errors as one line."""
-    keys, node, line = [], document, 1
-    # The location also has labels of union branches ('must_improve', 'str', 'tuple[...]'), which are not in the file.
-    for part in item["loc"]:
-        if isinstance(node, CommentedMap):  # a key may be a number, true or null, which the location has as text
-            part = next((key for key in node if str(key) == part), part)  # noqa: PLW2901
-        if isinstance(node, CommentedMap) and part in node:
-            line, node = node.lc.key(part)[0] + 1, node[part]
-        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
-            line, node = node.lc.item(part)[0] + 1, node[part]
-        elif part is not item["loc"][-1] or item["type"] != "missing":
-            continue
-        keys.append(str(part))
+    keys, line = [], 1
+    for key, node in _walk_location(document, item):
+        keys.append(str(key))
+        if isinstance(node, CommentedMap) and key in node:
+            line = node.lc.key(key)[0] + 1
+        elif isinstance(node, CommentedSeq):
+            line = node.lc.item(key)[0] + 1
     path = ".".join(keys)
     if not path:  # a problem of several sections, whose message names the setting
         return f"{name}: {_clean_message(item)}" if name else _clean_message(item)
@@ -362,17 +357,32 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
 
 
 def _format_override_problem(key: str, label: str, sections: dict[str, Any], item: dict[str, Any]) -> str:
-    """Format one of pydantic's errors about an override; if its value has parts, with the path of the part."""
+    """Format one of pydantic's errors about an override. If the value is a mapping or a list, the line names the part
+    of it."""
     option = COMMAND_LINE_OPTIONS.get(key) if label.startswith("override ") else None
     name = f"{option} ({key})" if option else label
-    keys, node, parts = key.split("."), sections, []
-    for depth, part in enumerate(item["loc"]):  # it also has labels of union branches
-        is_part = part in node if isinstance(node, dict) else isinstance(node, list | tuple) and isinstance(part, int)
-        if is_part:
-            node = node[part]
-            parts += [str(part)] if depth >= len(keys) else []
-    path = f"{name}: {'.'.join(parts)}" if parts and item["type"] != "extra_forbidden" else name
+    parts = [str(part) for part, _ in _walk_location(sections, item)][len(key.split(".")) :]
+    path = f"{name}: {'.'.join(parts)}" if parts else name
     return _format_complaint(path, [str(part) for part in item["loc"]], item)
+
+
+def _walk_location(node: Any, item: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each key or index on the way to an error, with the mapping or list that has it; a missing key at the end
+    too.
+
+    The location of pydantic's error also has labels of union branches ('must_improve', 'str', 'tuple[...]'), which are
+    not in the file.
+    """
+    for part in item["loc"]:
+        if isinstance(node, dict):  # a key may be a number, true or null, which the location has as text
+            part = next((key for key in node if str(key) == part), part)  # noqa: PLW2901
+        is_key = isinstance(node, dict) and part in node
+        is_index = isinstance(node, list | tuple) and isinstance(part, int) and part < len(node)
+        if is_key or is_index:
+            yield part, node
+            node = node[part]
+        elif part is item["loc"][-1] and item["type"] == "missing":
+            yield part, node
 
 
 def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:

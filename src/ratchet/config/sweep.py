@@ -190,9 +190,9 @@ class Sweep(Section):
     trials: PositiveCount = 20
     """Total number of trials, over all starts of the sweep. Trials that a fork takes over are not counted."""
     max_hours: Positive | None = None
-    """Start no trial after this much total training time, in hours, but complete one. null: no limit."""
+    """After this much training time in total, in hours, train no more, unless no trial is complete. null: no limit."""
     max_tokens: PositiveCount | None = None
-    """Start no trial after this many answer tokens trained on in total, but complete one. null: no limit."""
+    """After this many trained answer tokens in total, train no more, unless no trial is complete. null: no limit."""
     sampler: SamplerSettings = SamplerSettings()
     """Optuna sampler: which values are tried next."""
     pruner: PrunerSettings = PrunerSettings()

@@ -73,10 +73,10 @@ class LiveSweepTable:
             workers: Number of active local workers.
         """
         self._state = report, progress, workers
-        finished = count_finished(report)
         if self._task is None:
-            self._task = ProgressTask("trials", self._clock(), finished, finished, report.planned_trials)
-        self._task.done, self._task.total = finished, report.planned_trials
+            done = count_progress(report)
+            self._task = ProgressTask("trials", self._clock(), done, done, report.planned_trials)
+        self._task.done, self._task.total = count_progress(report, self._task.done), report.planned_trials
         self._display.start(refresh=False)
         self._display.refresh()
 
@@ -150,6 +150,14 @@ def count_finished(report: SweepReport) -> int:
     """Return the number of trials that count for the plan and are over."""
     by_state = count_states(report.trials)
     return sum(by_state[state] for state in STATES if state != "running")
+
+
+def count_progress(report: SweepReport, before: int = 0) -> int:
+    """Return the progress of a running sweep in trials, which never falls below `before`.
+
+    A paused trial counts, but may be continued. So the last trial does not count before the sweep has ended.
+    """
+    return max(before, min(count_finished(report), report.planned_trials - 1))
 
 
 def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> list[str]:

@@ -33,8 +33,8 @@ def describe_numerics(
     """Describe how a model in this format computes on this machine: all that scores depend on but weights and inputs.
 
     `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `products` is the library of the
-    CPU's products of matrices, if it is not torch's default (models.cpu_products). `versions` are those of LIBRARIES
-    and, if the settings use the harness, of HARNESS.
+    CPU's float32 products, if it is not torch's default (models.cpu_products); models in 16 bits have some too.
+    `versions` are those of LIBRARIES and, if the settings use the harness, of HARNESS.
     """
     tasks, is_adapter = settings.evaluate.harness, model_format == "adapter"
     uses_harness = tasks.tasks or tasks.builtin_tasks or "ifeval" in settings.evaluate.metrics

@@ -279,11 +279,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def find_context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of tokens of a text by a config.json (or its part for text); None if it has none."""
+    """Return the context length in tokens by config.json (its part for text, if it has one); None if it has none."""
     text_config = config.get("text_config")
-    parts = [config, text_config if isinstance(text_config, dict) else {}]
-    values = [part.get(name) for part in parts for name in CONTEXT_LENGTH_NAMES]
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    part = text_config if isinstance(text_config, dict) else config
+    values = [part.get(name) for name in CONTEXT_LENGTH_NAMES]
+    return min((value for value in values if isinstance(value, int) and value > 0), default=None)
 
 
 def read_hidden_size(path: Path) -> int | None:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ratchet.config.base import TinyModelSettings
+from ratchet.models import cpu_products
 from ratchet.storage.progress import report_progress
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -49,6 +50,7 @@ def build(texts: Sequence[str], output_dir: Path, settings: TinyModelSettings, p
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise ValueError("no text to pre-train on: provide lines or paragraphs of text")
+    cpu_products.use_onednn()  # as in the command, so that the weights have the same bits in every process
     tokenizer = train_tokenizer(texts, settings.vocab_size)
     progress(f"tokenizer: {len(tokenizer)} entries from {len(texts)} texts")
     documents = PretrainingDocuments(texts, tokenizer, settings)

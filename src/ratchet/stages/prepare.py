@@ -24,7 +24,7 @@ from ratchet.data.splits import SPLITS, TEST, TRAIN
 from ratchet.data.token_files import PreparedRow, SplitFingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.evaluation import harness
-from ratchet.models import base_model
+from ratchet.models import base_model, cpu_products
 from ratchet.reports import data_card_page, dvc_files
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
@@ -74,7 +74,7 @@ def prepare(project: Project) -> DatasetCard:
                 card = canaries.add_to_card(card, planted, planted_rows)
             template = digests.hash_bytes(str(tokenizer.chat_template).encode())
             digest, fields_digest = fingerprints.content, fingerprints.fields
-            notes = (*card.notes, *_describe_context(card, base_model.locate(layout, base)))
+            notes = (*card.notes, *_note_long_rows(card, base_model.locate(layout, base)))
             identity = {"digest": digest, "fields_digest": fields_digest, "base_digest": base.digest}
             card = card.model_copy(update=identity | {"template": template, "notes": notes})
             card.save(scratch / layout.dataset_card.name)
@@ -87,14 +87,14 @@ def prepare(project: Project) -> DatasetCard:
         return card
 
 
-def _describe_context(card: DatasetCard, path: Path) -> Iterator[str]:
-    """Yield a note if rows are longer than the texts that the base at `path` can read by its config."""
+def _note_long_rows(card: DatasetCard, path: Path) -> Iterator[str]:
+    """Yield a note if a row is longer than the context length in the config.json of the base at `path`."""
     limit = base_model.find_context_length(base_model.read_config(path))
     longest = max(lengths.greatest for lengths in card.lengths.values())
     if limit is not None and longest > limit:
         yield (
-            f"the longest row has {longest:,} tokens, but the base reads at most {limit:,} (by its config.json); set "
-            f"prepare.max_tokens: {limit}"
+            f"the longest row has {longest:,} tokens, but the base was trained on at most {limit:,} (config.json); set "
+            f"prepare.max_tokens: {limit}, which drops or truncates longer rows (prepare.too_long)"
         )
 
 
@@ -111,6 +111,7 @@ def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkInde
 def _load_embedder(layout: ProjectLayout, settings: Settings) -> Embedder | None:
     if (name := settings.prepare.semantic_duplicates.model) is None:
         return None
+    cpu_products.use_onednn()  # so that embeddings are the same before and after a model was loaded in this process
     return Embedder(sources.require_watched_path(layout.root, name, ("data/raw",), SETTING), name)
 
 

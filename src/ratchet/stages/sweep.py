@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
-from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter, count_finished
+from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter, count_finished, count_progress
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
 from ratchet.models import start_adapter
 from ratchet.redaction import SETTING_PREFIX
@@ -41,7 +41,7 @@ from ratchet.tracking.mlflow.run_logger import MlflowRunCallback
 from ratchet.tracking.mlflow.sweeps import MlflowSweepTracker
 from ratchet.tuning import final_round, ray_cluster, samplers, scheduler, trial_requests, worker_pool
 from ratchet.tuning import report as adoption
-from ratchet.tuning.cost_estimate import estimate_search
+from ratchet.tuning.cost_estimate import estimate_sweep
 from ratchet.tuning.leases import SweepWorker
 from ratchet.tuning.report import AdoptedTrial
 from ratchet.tuning.scheduler import TrialScheduler
@@ -305,11 +305,14 @@ class _SweepCommand:
 
     def _report_estimate(self) -> None:
         settings = self._settings
-        estimate = estimate_search(self._layout, settings, self._session.space, self._worker_count)
+        estimate = estimate_sweep(self._layout, settings, self._session.space, self._worker_count)
         self._on_progress(estimate.format())
         pruner, first = settings.sweep.resolved_pruner, estimate.first_pruning
         if settings.sweep.pruner.kind == "auto" and pruner.kind == "asha":
-            self._on_progress(f"trials are pruned by asha; freeze_thaw: {settings.sweep.find_freeze_thaw_obstacle()}")
+            self._on_progress(
+                "sweep.pruner.kind: auto: asha prunes the trials, because freeze_thaw is not possible: "
+                f"{settings.sweep.find_freeze_thaw_obstacle()}"
+            )
         if pruner.kind != "none" and first > LATE_RUNG * pruner.min_resource_fraction:
             name = "validate_every_steps" if settings.train.validate_every_epochs is None else "validate_every_epochs"
             self._on_progress(
@@ -348,10 +351,8 @@ class _SweepCommand:
                     self._last = self._session.report(with_importances=False)
                     for line in final_round_progress.list_news(self._last):
                         self._on_progress(line)
-                # A paused trial may be continued, so the last one is not reported before the final round has ended.
-                planned = self._last.planned_trials
-                done = max(done, min(count_finished(self._last), planned - 1))
-                report_progress("trials", done, planned)
+                done = count_progress(self._last, done)
+                report_progress("trials", done, self._last.planned_trials)
                 if display is not None:
                     display.show(self._last, progress.read(self._last), pool.alive_count)
                 stop.wait(POLL_S, _do_nothing)

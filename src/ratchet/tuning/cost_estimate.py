@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ratchet.config.settings import Settings
-from ratchet.config.sweep import FinalistSettings
+from ratchet.config.sweep import Sweep
 from ratchet.config.units import format_duration
 from ratchet.data.batches import count_validation_interval
 from ratchet.errors import RatchetError
@@ -25,7 +25,7 @@ take longer than later ones."""
 
 
 @dataclass(frozen=True)
-class SearchEstimate:
+class SweepEstimate:
     """Cost of a sweep."""
 
     trials: int
@@ -44,28 +44,33 @@ class SearchEstimate:
     max_tokens: int | None = None
     """Limit of the search in answer tokens; it completes one training nevertheless."""
     final_trainings: int = 0
-    """Number of trainings in the final round, if it drops no finalist."""
+    """Maximum number of trainings in the final round."""
+    may_skip_final_trainings: bool = False
+    """Whether a limit may end the search with one finalist, or the final round may drop finalists."""
 
     @property
     def least_tokens(self) -> int:
         """Answer tokens if all trials except the complete ones are pruned at the first rung."""
         complete = min(self.complete_trainings, self.trials)
-        return self._limit(round((complete + (self.trials - complete) * self.first_pruning) * self.training_tokens))
+        search = round((complete + (self.trials - complete) * self.first_pruning) * self.training_tokens)
+        final = 0 if self.may_skip_final_trainings else self.final_trainings
+        return self._limit(search) + final * self.training_tokens
 
     @property
     def most_tokens(self) -> int:
         """Answer tokens if no trial is pruned."""
-        return self._limit(self.trials * self.training_tokens)
+        return self._limit(self.trials * self.training_tokens) + self.final_trainings * self.training_tokens
 
     def _limit(self, search_tokens: int) -> int:
-        """Return the answer tokens of search and final round, by those of the search without its limit."""
-        if self.max_tokens is not None:
-            search_tokens = min(search_tokens, max(self.max_tokens, self.training_tokens))
-        return search_tokens + self.final_trainings * self.training_tokens
+        """Return the answer tokens of the search with its limit, by those without."""
+        if self.max_tokens is None:
+            return search_tokens
+        return min(search_tokens, max(self.max_tokens, self.training_tokens))
 
     def format(self) -> str:
         """Return the estimate as a line of text."""
-        final = f" and {self.final_trainings} trainings of finalists" if self.final_trainings else ""
+        trainings = f"{self.final_trainings} training{'s' if self.final_trainings > 1 else ''}"
+        final = f" and {trainings} of finalists" if self.final_trainings else ""
         text = (
             f"{self.trials} trials{final}; a complete training has {self.training_tokens:,} answer tokens, the sweep "
             "needs "
@@ -73,8 +78,8 @@ class SearchEstimate:
         is_open = self.least_tokens < self.most_tokens
         text += f"{self.least_tokens:,} to {self.most_tokens:,}" if is_open else f"{self.most_tokens:,}"
         if self.tokens_per_s is None:
-            why = "no complete run with this base was trained alone and is long enough"
-            return f"{text}; the time is shown after the first trial, because {why}"
+            why = "no complete run with this base was trained alone and is long enough for an estimate"
+            return f"{text}; the time left is shown while the sweep runs: {why}"
         times = [
             format_duration(tokens / self.tokens_per_s / self.workers)
             for tokens in dict.fromkeys((self.least_tokens, self.most_tokens))
@@ -87,14 +92,15 @@ class SearchEstimate:
         return f"{text}; at best {' to '.join(times)}, at the speed of the last complete run"
 
 
-def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpace, workers: int) -> SearchEstimate:
-    """Return the estimate for a new study, and a final round that no finalist leaves early."""
+def estimate_sweep(layout: ProjectLayout, settings: Settings, space: SearchSpace, workers: int) -> SweepEstimate:
+    """Return the estimate for a new study."""
     sweep, card, epochs = settings.sweep, DatasetCard.load(layout.dataset_card), longest_epochs(space, settings)
     training_tokens, concurrent = round(card.lengths["train"].trained * epochs), count_concurrent_trials(settings)
+    limits = sweep.max_tokens, sweep.max_hours, sweep.finalists.wilcoxon_p_threshold
     trials = sweep.trials
     if space.is_finite:
         trials = sum(1 for _ in islice(space.iterate_points(), trials))
-    return SearchEstimate(
+    return SweepEstimate(
         trials=trials,
         complete_trainings=max(1, sweep.finalists.top_k),
         training_tokens=training_tokens,
@@ -103,14 +109,20 @@ def estimate_search(layout: ProjectLayout, settings: Settings, space: SearchSpac
         workers=workers,
         concurrent_trials=concurrent,
         max_tokens=sweep.max_tokens,
-        final_trainings=_count_final_trainings(sweep.finalists, trials, concurrent),
+        final_trainings=_count_final_trainings(sweep, trials, concurrent),
+        may_skip_final_trainings=any(limit is not None for limit in limits),
     )
 
 
-def _count_final_trainings(settings: FinalistSettings, trials: int, concurrent_trials: int) -> int:
-    """Return the number of trainings in the final round: further seeds, and trials that were not trained alone."""
-    finalists = min(max(1, settings.top_k), trials)
-    seeds = settings.seeds if finalists > 1 else 1
+def _count_final_trainings(sweep: Sweep, trials: int, concurrent_trials: int) -> int:
+    """Return the maximum number of trainings in the final round: further seeds, and trials that were not trained alone.
+
+    With several objectives there is no final round, because a person chooses from the Pareto front.
+    """
+    if len(sweep.objectives) > 1:
+        return 0
+    finalists = min(max(1, sweep.finalists.top_k), trials)
+    seeds = sweep.finalists.seeds if finalists > 1 else 1
     return finalists * (seeds if concurrent_trials > 1 else seeds - 1)
 
 
