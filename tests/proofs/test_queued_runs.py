@@ -21,8 +21,9 @@ from ratchet.storage.layout import ProjectLayout
 from resume_cases import steps_after, wait_for
 
 PACKAGES = ("runs", "stages")
-CHANGES = {"train.rank": 2, "prepare.sources": ["data/raw/rows.csv"]}
-"""The jobs have other data than the project."""
+CHANGES = {"train.rank": 2, "train.epochs": 20, "prepare.sources": ["data/raw/rows.csv"]}
+"""The jobs have other data than the project, and are long enough to be killed before they end, also on a slow
+machine."""
 LEASE = {"lease_timeout_s": 3.0}
 
 
