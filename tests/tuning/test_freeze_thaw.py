@@ -104,7 +104,7 @@ def test_the_best_of_the_other_trainings_becomes_the_next_finalist() -> None:
     ]  # fmt: skip
     judged = search(history, missing_trainings=1, may_improve=False, trial_at_rung=3)
     assert (judged.reason_to_pause() or "").endswith(
-        "; trial 1 has a lower predicted loss, and is completed for the final round"
+        "; trial 1 has a clearly lower predicted loss, and is completed for the final round"
     )
     paused = [*history[:3], trained(3, BAD, 800, continues=2)]
     assert search(paused, missing_trainings=1, may_improve=False).choose() == Continuation(1)

@@ -166,11 +166,11 @@ class FreezeThawSearch:
         reason = f"its expected improvement is {_format_improvement(own_score)} of the loss"
         finalist = self._next_finalist
         if finalist is not None and self._proposal is None and not (self.may_improve and best_score >= self._min_score):
-            predicted = [self._predicted[self._curve_indices[index]] for index in (own, finalist)]
-            if predicted[0] - predicted[1] < MIN_RELATIVE_IMPROVEMENT:
+            found = self._model.predict_observed([self._curve_indices[index] for index in (own, finalist)])
+            if found.mean[0] - found.mean[1] < np.hypot(*found.std):  # not clearly lower, so this one is completed
                 return None
             other = self._lineages[finalist].first
-            return f"{reason}; trial {other} has a lower predicted loss, and is completed for the final round"
+            return f"{reason}; trial {other} has a clearly lower predicted loss, and is completed for the final round"
         if best_score > own_score:
             return f"{reason}; {best} has {_format_improvement(best_score)}"
         return f"{reason}, less than {_format_improvement(self._min_score)}" if self.may_improve else reason
