@@ -134,20 +134,18 @@ def test_a_stage_of_dvc_refuses_what_dvc_does_not_see(
     project: ProjectLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DVC_STAGE", "prepare")
-    monkeypatch.setenv("RATCHET__TRAIN__RANK", "8")
-    assert main(["--project", str(project.root), "prepare"]) == 2
-    error = capsys.readouterr().err
-    assert "RATCHET__TRAIN__RANK: DVC does not see this variable" in error
-    assert "`dvc exp run -S 'train.rank=8'`" in error
-    monkeypatch.setenv("RATCHET__TRAIN__RANK", "16")  # as in params.yaml
-    assert ratchet.Project(project.root).settings.train.rank == 16
-    monkeypatch.delenv("RATCHET__TRAIN__RANK")
-    monkeypatch.setenv("RATCHET__TRAIN", "{rank: 8}")
-    assert main(["--project", str(project.root), "prepare"]) == 2
-    error = capsys.readouterr().err
-    assert "RATCHET__TRAIN: DVC does not see this variable" in error
-    assert "`dvc exp run -S 'train={rank: 8}'`" in error
-    monkeypatch.setenv("RATCHET__TRAIN", "{rank: 16}")  # as in params.yaml
+    for name, other, as_in_file, option in (
+        ("RATCHET__TRAIN__RANK", "8", "16", "train.rank=8"),
+        ("RATCHET__TRAIN", "{rank: 8}", "{rank: 16}", "train={rank: 8}"),
+    ):
+        monkeypatch.setenv(name, other)
+        assert main(["--project", str(project.root), "prepare"]) == 2
+        error = capsys.readouterr().err
+        assert f"{name}: DVC does not see this variable" in error
+        assert f"`dvc exp run -S '{option}'`" in error
+        monkeypatch.setenv(name, as_in_file)
+        assert ratchet.Project(project.root).settings.train.rank == 16
+        monkeypatch.delenv(name)
     monkeypatch.setenv("RATCHET__MACHINE__THREADS", "1")
     assert ratchet.Project(project.root).settings.machine.threads == 1
 

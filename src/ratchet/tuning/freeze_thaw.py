@@ -259,7 +259,7 @@ class FreezeThawSearch:
         prediction = self._model.predict_observed([self._curve_indices[index] for index in paused])
         return dict(zip(paused, log_expected_improvement(prediction, self._best).tolist(), strict=True))
 
-    @property
+    @cached_property
     def _next_finalist(self) -> int | None:
         """The paused training with the lowest prediction, by the index of its lineage, if the final round needs another
         complete training; otherwise None."""
