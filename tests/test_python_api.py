@@ -125,7 +125,7 @@ def test_a_directory_without_a_project_is_refused(tmp_path: Path) -> None:
 )
 def test_anything_but_a_project_is_refused(name: str) -> None:
     function = getattr(ratchet, name)
-    expected = rf"ratchet\.{name}: found 'folder' for the project; expected a ratchet\.Project, such as "
+    expected = rf"ratchet\.{name}: project: found 'folder'; expected a ratchet\.Project"
     with pytest.raises(errors.SettingsError, match=expected):
         function("folder")
     with pytest.raises(errors.SettingsError, match=expected):
@@ -135,14 +135,20 @@ def test_anything_but_a_project_is_refused(name: str) -> None:
 def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None:
     project = trained[0]
     for call, message in (
-        (lambda: ratchet.sweep(project, workers="2"), r"ratchet\.sweep: workers: found '2'; expected an integer >= 1"),
+        (lambda: ratchet.sweep(project, workers="2"), r"ratchet\.sweep: workers: found '2'; expected an integer"),
         (lambda: ratchet.sweep(project, workers=True), "sweep: workers: found True"),
-        (lambda: ratchet.adopt(project, "6"), "adopt: trial: found '6'; expected an integer, or None"),
+        (lambda: ratchet.adopt(project, "6"), "adopt: trial: found '6'; expected an integer or None"),
         (lambda: ratchet.adopt(project, False), "adopt: trial: found False"),
         (lambda: ratchet.control_trial(project, ["stop"], 0), r"action: found \['stop'\]"),
         (lambda: ratchet.control_trial(project, "stop", 0.5), "trial: found 0.5"),
         (lambda: ratchet.control_trial(project, "clone", 0, "train.rank=3"), "changes: found 'train.rank=3'"),
         (lambda: ratchet.control_trial(project, "clone", 0, None, "no"), "is_warm: found 'no'"),
+        (lambda: ratchet.audit(project, releases="release"), "releases: found 'release'; expected a list, each item "),
+        (lambda: ratchet.monitor(project, "log.jsonl"), "logs: found 'log.jsonl'; expected a list"),
+        (lambda: ratchet.compare(project, [1]), r"names: found \[1\]; expected a list, each item of it a string"),
+        (lambda: ratchet.train(project, callbacks=[print, "no"]), "callbacks: found .*; expected a list, "),
+        (lambda: ratchet.generate(project, 5, "out.jsonl"), "prompts: found 5; expected a string or a pathlib.Path"),
+        (lambda: ratchet.rollback(project, "v1"), "version: found 'v1'; expected an integer or None"),
     ):
         with pytest.raises(errors.SettingsError, match=message):
             call()

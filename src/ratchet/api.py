@@ -2,17 +2,16 @@
 
 The functions print nothing, return records and raise the exceptions of `ratchet.errors`. Each function does the same as
 the command of the same name, with the same locks: a notebook and a terminal can work on one project. A function raises
-SettingsError if its first argument is not a `Project`. On AMD CPUs with AVX-512, functions that use a model replace
+SettingsError if an argument has another type. On AMD CPUs with AVX-512, functions that use a model replace
 torch's float32 products in the whole process (docs/evidence_speed.md).
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from ratchet.config import arguments
 from ratchet.config.extras import explained_imports
 from ratchet.console import progress
 from ratchet.errors import SettingsError
@@ -59,32 +58,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _require_project(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a function refuse a first argument that is not a project, and name the library to install if an import
-    fails."""
+def _public(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a function refuse arguments of another type, and name the library to install if an import fails."""
 
     @functools.wraps(function)
     def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        is_given = bool(args) or "project" in kwargs  # otherwise Python reports the missing argument
-        project = args[0] if args else kwargs.get("project")
-        if is_given and not isinstance(project, Project):
-            raise SettingsError(
-                f"ratchet.{function.__name__}: found {project!r} for the project; expected a ratchet.Project, such as "
-                'ratchet.Project("DIRECTORY")'
-            )
+        arguments.require_argument_types(function, args, kwargs)
         with explained_imports():
             return function(*args, **kwargs)
 
     return checked_function
 
 
-def _require_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raise SettingsError if an argument has another type; a bool does not count as an integer."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise SettingsError(f"ratchet.{name}: found {value!r}; expected {expected}")
-
-
-@_require_project
+@_public
 def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
     from ratchet.stages import base as stage
@@ -93,7 +79,7 @@ def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
         return stage.base(project, on_progress)
 
 
-@_require_project
+@_public
 def prepare(project: Project) -> DatasetCard:
     """Turn source files into split, templated, tokenized rows. Raises DataError, SettingsError, BaseModelError."""
     from ratchet.stages import prepare as stage
@@ -101,7 +87,7 @@ def prepare(project: Project) -> DatasetCard:
     return stage.prepare(project)
 
 
-@_require_project
+@_public
 def train(
     project: Project,
     overrides: Overrides | None = None,
@@ -152,7 +138,7 @@ def _override_training(project: Project, overrides: Overrides | None) -> Project
     return project
 
 
-@_require_project
+@_public
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
     """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
     from ratchet.stages import evaluate as stage
@@ -161,7 +147,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         return stage.evaluate(project, on_progress).report
 
 
-@_require_project
+@_public
 def export(project: Project) -> ModelBundle:
     """Merge the adapter, write every format, run each of them and compare. Raises DataError, DamagedFileError."""
     from ratchet.stages import export as stage
@@ -169,7 +155,7 @@ def export(project: Project) -> ModelBundle:
     return stage.export(project)
 
 
-@_require_project
+@_public
 def gate(project: Project) -> Verdict:
     """Decide whether the model may be promoted: PROMOTE, HOLD, REJECT or INVALID. Raises DataError."""
     from ratchet.stages import gate as stage
@@ -177,7 +163,7 @@ def gate(project: Project) -> Verdict:
     return stage.gate(project)
 
 
-@_require_project
+@_public
 def sweep(
     project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
 ) -> SweepReport:
@@ -198,22 +184,20 @@ def sweep(
     """
     from ratchet.stages import sweep as stage
 
-    _require_type("sweep: workers", workers, Integral, "an integer >= 1")
     with progress.show_progress(write_line=on_progress):
         return stage.sweep(_override_training(project, overrides), workers=int(workers), on_progress=on_progress).report
 
 
-@_require_project
+@_public
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError,
     SettingsError."""
     from ratchet.stages import sweep as stage
 
-    _require_type("adopt: trial", trial, (Integral, NoneType), "an integer, or None for the winner")
     return stage.adopt_trial(project, None if trial is None else int(trial))
 
 
-@_require_project
+@_public
 def control_trial(
     project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None, is_warm: bool = False
 ) -> "TrialRequestResult":
@@ -234,14 +218,10 @@ def control_trial(
     """
     from ratchet.stages import sweep as stage
 
-    _require_type("control_trial: action", action, str, "stop, pause, resume or clone")
-    _require_type("control_trial: trial", trial, Integral, "an integer")
-    _require_type("control_trial: changes", changes, (Mapping, NoneType), 'a mapping such as {"train.rank": 16}')
-    _require_type("control_trial: is_warm", is_warm, bool, "True or False")
     return stage.control_trial(project, action, int(trial), changes, is_warm)
 
 
-@_require_project
+@_public
 def generate(
     project: Project, prompts: str | Path, output: str | Path, model: str = "adapter",
     on_progress: Progress = ignore_progress,
@@ -264,7 +244,7 @@ def generate(
     return stage.generate(project, Path(prompts), Path(output), model, on_progress)
 
 
-@_require_project
+@_public
 def chat(project: Project, model: str = "adapter", on_progress: Progress = ignore_progress) -> "Chat":
     """Load a model and begin a conversation: `ask(text)` returns an answer, `close()` releases the model.
 
@@ -281,7 +261,7 @@ def chat(project: Project, model: str = "adapter", on_progress: Progress = ignor
     return Chat(project, model, on_progress)
 
 
-@_require_project
+@_public
 def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
     """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
@@ -289,7 +269,7 @@ def compare(project: Project, names: Sequence[str], output: str | Path | None = 
     return stage.compare(project, names, None if output is None else Path(output))
 
 
-@_require_project
+@_public
 def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
     """Register the exported model and make it champion. Repeating the call changes nothing.
 
@@ -307,7 +287,7 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
     return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
 
 
-@_require_project
+@_public
 def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     """Sign an approval of the promotion that a verdict allows. Repeating the call changes nothing.
 
@@ -324,7 +304,7 @@ def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     return stage.approve(project, verdict)
 
 
-@_require_project
+@_public
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
     """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
     from ratchet.stages import promote as stage
@@ -332,7 +312,7 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
 
 
-@_require_project
+@_public
 def audit(project: Project, version: int | None = None, releases: Sequence[str | Path] = ()) -> "AuditReport":
     """Check every fact about a promoted version: its data, training, judgement, promotion and deployments.
 
@@ -350,7 +330,7 @@ def audit(project: Project, version: int | None = None, releases: Sequence[str |
     return stage.audit(project, version, [Path(path) for path in releases])
 
 
-@_require_project
+@_public
 def monitor(project: Project, logs: Sequence[str | Path], version: int | None = None) -> "MonitorReport":
     """Compare the answers that a server logs with the evaluation of a version. Repeating the call counts no line twice.
 
@@ -369,7 +349,7 @@ def monitor(project: Project, logs: Sequence[str | Path], version: int | None = 
     return stage.monitor(project, logs, stage.MonitorOptions(version))
 
 
-@_require_project
+@_public
 def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     project: Project, repository: str, kind: "PushKind" = "adapter", *, is_private: bool = False,
     license: str | None = None, languages: Sequence[str] = (), datasets: Sequence[str] = (), force: bool = False,
@@ -402,13 +382,13 @@ def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     return stage.push(project, repository, options, on_progress)
 
 
-@_require_project
+@_public
 def load_run(project: Project, run_id: str) -> Run:
     """Return the run with this id, or the only run whose id begins with it. Raises DataError if there is none."""
     return Run(directory.find_run(project.layout.runs, run_id))
 
 
-@_require_project
+@_public
 def list_runs(project: Project) -> list[Run]:
     """Return all runs of the project, the newest first."""
     return [
