@@ -30,9 +30,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_approval(report: "ApprovalReport", root: Path) -> str:
     """Format the verdict, its approvals, and the next step."""
+    from ratchet.config.units import format_count
     from ratchet.quality_gate.rules import describe_verdict
     from ratchet.registry.keys import SHOWN_DIGITS
-    from ratchet.storage.html import escape_invisible, format_count
+    from ratchet.storage.html import escape_invisible
 
     verdict, digest = report.verdict, report.verdict_digest[:12]
     against = f"champion {verdict.champion_digest[:12]}" if verdict.champion_digest else "no champion"

@@ -104,7 +104,7 @@ def format_judge_lines(judge_report: "JudgeReport") -> list[str]:
 
 def format_safety_lines(report: "EvaluationReport") -> list[str]:
     """Format the scorer, changes from the base, significant differences between groups, and tests that are missing."""
-    from ratchet.storage.html import format_count
+    from ratchet.config.units import format_count
     from ratchet.storage.records.evaluation import list_untested
 
     safety = report.safety

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_generation(result: "GenerateResult") -> str:
     """Format how many answers were written, how they ended, and their model."""
-    from ratchet.storage.html import format_count
+    from ratchet.config.units import format_count
 
     card = result.card
     if result.was_written_before:

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_report(report: "LabelReport") -> str:
     """Format the figures as tables."""
-    from ratchet.storage.html import format_count
+    from ratchet.config.units import format_count
 
     first, second = (side.name for side in report.sides)
     head = f"{first} against {second}: {report.judged:,} of {format_count(report.samples, 'prompt')} judged"
@@ -106,7 +106,7 @@ def _format_row(title: str, metric: "MetricValue | None") -> list[str]:
 
 def format_pairs(report: "LabelPairsReport") -> str:
     """Format how many pairs were written, and how many samples were left out."""
-    from ratchet.storage.html import format_count
+    from ratchet.config.units import format_count
 
     left_out = {
         "tie": report.ties, "sample with different judgements": report.disagreements, "empty answer": report.empty,

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import align_rows, print_record
+from ratchet.config.units import format_count
 from ratchet.errors import EXIT_INPUT
 from ratchet.stages.project import Project
 
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 def format_history(history: "PromotionHistory") -> str:
     """Format a table with a row for each promotion, oldest first; then notes and problems."""
     if count := len(history.entries):
-        chain = f"{count} line{'s' * (count != 1)}, newest entry {history.entries[-1].promotion.digest[:12]}"
+        chain = f"{format_count(count, 'line')}, newest entry {history.entries[-1].promotion.digest[:12]}"
         state = f"read: {chain}" if history.problems else f"the ledger is intact: {chain}"
         lines = [*_format_rows(history), *history.notes, state]
     else:

@@ -42,8 +42,8 @@ def format_selection(result: "SelectResult") -> str:
     """Format how many answers were chosen, and how many each filter dropped."""
     if result.was_written_before:
         return f"{result.output}: written before from these answers and settings; nothing to do"
+    from ratchet.config.units import format_count
     from ratchet.stages.select_answers import format_filters
-    from ratchet.storage.html import format_count
 
     card = result.card
     kind = "row" if card.pairs is None else "pair"

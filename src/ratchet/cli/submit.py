@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record
+from ratchet.config.units import format_count
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
@@ -45,5 +46,5 @@ def format_submission(submitted: "SubmittedJob") -> str:
     """Format the number of the job, its settings and its place."""
     job = submitted.job
     details = "".join(f", {text}" for text in (job.changes, job.revision and f"commit {job.revision[:12]}") if text)
-    waiting = f"{submitted.waiting} job{'s' * (submitted.waiting != 1)} waiting"
+    waiting = f"{format_count(submitted.waiting, 'job')} waiting"
     return f"job {job.id} in queue {job.queue}: until {job.until}{details}; {waiting} (`ratchet work` runs them)"

@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, progress_printer
+from ratchet.config.units import format_count
 from ratchet.stages.project import Project
 
 if TYPE_CHECKING:
@@ -34,4 +35,4 @@ def run(arguments: argparse.Namespace) -> None:
 def format_work(report: "WorkReport") -> str:
     """Format the number of jobs."""
     failed = f", failed attempts at {', '.join(map(str, sorted(set(report.failed))))}" if report.failed else ""
-    return f"worker {report.worker}: {len(report.done)} job{'s' * (len(report.done) != 1)} done{failed}"
+    return f"worker {report.worker}: {format_count(len(report.done), 'job')} done{failed}"

@@ -1,4 +1,7 @@
-"""Durations and sizes as text: GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000."""
+"""Counts, durations and sizes as text.
+
+GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000.
+"""
 
 import re
 
@@ -14,6 +17,11 @@ _UNITS = {
 def choose_unit(largest_bytes: int) -> tuple[int, str]:
     """Return the unit for a table whose largest size is `largest_bytes`: its size in bytes, and its name."""
     return (GIB, "GiB") if largest_bytes >= GIB else (MIB, "MiB")
+
+
+def format_count(number: int, noun: str) -> str:
+    """Format a number with a noun: `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def format_bytes(count: float) -> str:

@@ -14,6 +14,7 @@ from typing import TextIO
 from rich.console import ConsoleOptions, RenderableType
 
 from ratchet.config import units
+from ratchet.config.units import format_count
 from ratchet.console.run_screen import describe_state, describe_time_left, render_panel
 from ratchet.console.terminal import LiveDisplay, is_live_terminal
 from ratchet.runs import progress_view
@@ -92,7 +93,7 @@ def _format_figures(view: ProgressView) -> str:
         if rate is None or answers is None:
             return ""
         rows, free = (get_live_number(view.generation.live, name) for name in ("rows", "available_bytes"))
-        batch = f", {rows:,} row{'s' * (rows != 1)} per batch" if rows else ""
+        batch = f", {format_count(rows, 'row')} per batch" if rows else ""
         batch += f", {units.format_bytes(free)} free" if free else ""
         return f"{answers:,.2f} answers/s, {rate:,.0f} tokens/s{batch}"
     return "" if p.loss is None or rate is None else f"loss {p.loss:.4f}, {rate:,.0f} tokens/s"

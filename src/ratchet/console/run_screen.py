@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratchet.config import units
-from ratchet.config.units import format_duration
+from ratchet.config.units import format_count, format_duration
 from ratchet.console.terminal import BAD, GOOD, QUIET, WARNING, TableColumn, build_table, choose_overflow, clean_text
 from ratchet.runs import progress_view
 from ratchet.runs.progress_view import GenerationProgress, ProgressView, RankUtilization, SidecarState, get_live_number
@@ -274,7 +274,7 @@ def _attempts(view: ProgressView) -> Iterator[ScreenLine]:
     p = view.progress
     if p.attempts < 2 and not p.attempt_ends:
         return
-    repeated = [f"{p.lost_steps:,} step{'s' * (p.lost_steps != 1)} repeated"] if p.lost_steps else []
+    repeated = [f"{format_count(p.lost_steps, 'step')} repeated"] if p.lost_steps else []
     shown_events = {event.text for event in view.notable_events}  # `_recent_events` shows them with their time
     newest = [end for end in p.attempt_ends[-1:] if end.replace(":", " died:", 1) not in shown_events]
     yield ScreenLine(ATTEMPTS, "attempts", ["; ".join([f"{p.attempts}", *repeated, *newest])])
@@ -325,7 +325,7 @@ def _generation_lines(view: ProgressView, generation: GenerationProgress) -> Ite
     if (rows := live.get("rows")) is not None:
         held, budget, waiting = live.get("held_tokens"), live.get("budget_tokens"), live.get("waiting")
         clauses = [
-            f"{rows:,} row{'s' * (rows != 1)} in progress",
+            f"{format_count(rows, 'row')} in progress",
             "" if held is None or budget is None else f"{held:,} of {budget:,} padded tokens",
             f"{waiting:,} in the window" if waiting else "",
         ]

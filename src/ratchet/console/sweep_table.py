@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.config.units import format_duration
+from ratchet.config.units import format_count, format_duration
 from ratchet.console.progress import ProgressTask
 from ratchet.console.run_screen import LEAST_BAR, LONGEST_BAR
 from ratchet.console.terminal import (
@@ -183,7 +183,7 @@ def format_headlines(report: SweepReport, workers: int, elapsed_s: float | None)
         lines.append(f"stopped: {first_line(report.stopped)}")
     facts = [] if elapsed_s is None else [format_duration(elapsed_s)]
     if workers:
-        facts.append(f"{workers} worker{'s' * (workers != 1)}")
+        facts.append(format_count(workers, "worker"))
     savings = compute_savings(report)
     if savings.pruned.tokens:
         share = savings.pruned.tokens / savings.full_tokens

@@ -11,6 +11,7 @@ import torch
 
 from ratchet.config.evaluate import ModelFormat, Perturbation, SafetySettings
 from ratchet.config.settings import Settings
+from ratchet.config.units import format_count
 from ratchet.data import canaries, tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.evaluation import answer_metrics, comparability, harness, metrics, rows
@@ -184,7 +185,7 @@ class _ModelEvaluation:
             self._show_progress(note)
             self.result.notes.append(f"{self.role}: {note}")
             return
-        self._show_progress(f"likelihood of {len(self.rows.ids)} rows")
+        self._show_progress(f"likelihood of {format_count(len(self.rows.ids), 'row')}")
         self.likelihoods = self.scorer.score_rows(self.rows.input_ids, self.rows.labels)
         losses = [row.nll / row.tokens for row in self.likelihoods]
         self._add_row_metric("answer_loss", metrics.mean_loss_metric(losses), losses)
@@ -225,7 +226,8 @@ class _ModelEvaluation:
     def score_answers(self) -> None:
         """Generate answers and compare them with the references."""
         count, samples = self.rows.generation_count, self.settings.samples
-        self._show_progress(f"generating answers to {count} rows" + (f", {samples} each" if samples > 1 else ""))
+        each = f", {samples} each" if samples > 1 else ""
+        self._show_progress(f"generating answers to {format_count(count, 'row')}{each}")
         contexts = [conversation.context for conversation in self.rows.conversations[:count]]
         self.prompts = [tokenization.encode_prompt(self.tokenizer, context) for context in contexts]
         self.result.answers = self.scorer.generate_answers(self.tokenizer, self.prompts, self.end_tokens, self.settings)
@@ -259,7 +261,7 @@ class _ModelEvaluation:
         if not changed:
             self.result.notes.append(f"evaluate.perturbations: {kind} changes no row, so it has no figures")
             return
-        self._show_progress(f"generating answers to {len(changed)} rows with changed prompts ({kind})")
+        self._show_progress(f"generating answers to {format_count(len(changed), 'row')} with changed prompts ({kind})")
         indices = list(changed)
         prompts = [tokenization.encode_prompt(self.tokenizer, context) for context in changed.values()]
         looks = tuple(sum(i < look for i in indices) for look in self.scorer.looks)
@@ -295,7 +297,8 @@ class _ModelEvaluation:
                 "likelihood and there are no precision-recall curves"
             )
             return
-        self._show_progress(f"likelihood of {len(labels)} labels for {len(self.prompts)} rows")
+        count = format_count(len(labels), "label")
+        self._show_progress(f"likelihood of {count} for {format_count(len(self.prompts), 'row')}")
         scores = self.scorer.score_labels(self.prompts, label_ids)
         expected = self.rows.expected
         self.result.curves = metrics.precision_recall_curves(labels, expected, scores)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from ratchet.config.units import format_count
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.runs.signals import die_with_parent
 from ratchet.storage.layout import ProjectLayout
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
         for scores in validation_scoring.score_runs(ProjectLayout(Path(arguments[0])), launch):
             metrics = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
-            print(f"run {scores.run_id}: {metrics} ({len(scores.ids)} rows)", flush=True)
+            print(f"run {scores.run_id}: {metrics} ({format_count(len(scores.ids), 'row')})", flush=True)
     except (KeyboardInterrupt, RatchetError) as error:
         failure = error
         if not isinstance(failure, RatchetError):

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.errors import BaseModelError, first_line
+from ratchet.models import base_model
 from ratchet.models.device import Model
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
@@ -82,6 +83,11 @@ class ModelSpec:
     def embedding_rows(self) -> int:
         """Rows of the embedding, including padding."""
         return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum length of a text in tokens; None if the config does not state it."""
+        return base_model.find_context_length(self.config.to_dict())
 
     def model(self, dtype: torch.dtype, attention: Literal["auto", "sdpa", "eager"] = "auto") -> Model:
         """Build the model on the meta device in evaluation mode, with the dtypes that loaded weights have."""

@@ -342,9 +342,7 @@ def _count_rows(data: DatasetCard) -> int:
 
 def _max_positions(facts: RecommendationInputs) -> int | None:
     """Return the model's number of positions; None if it is unknown."""
-    if facts.spec is None:
-        return None
-    return getattr(facts.spec.config.get_text_config(), "max_position_embeddings", None)
+    return None if facts.spec is None else facts.spec.context_length
 
 
 def limit_length_to_positions(facts: RecommendationInputs) -> RecommendedChange | None:

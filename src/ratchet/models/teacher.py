@@ -63,7 +63,7 @@ class TeacherCandidate:
 
     def require_length(self, rows: TokenRows) -> None:
         """Raise DataError if a row is longer than the teacher's context."""
-        max_tokens = getattr(self.spec.config.get_text_config(), "max_position_embeddings", None)
+        max_tokens = self.spec.context_length
         if max_tokens and len(rows) and int(rows.lengths.max()) > max_tokens:
             raise DataError(
                 f"{KEY}: training row {int(rows.lengths.argmax())} has {int(rows.lengths.max())} tokens, but the "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special, stats
 
+from ratchet.config.units import format_count
 from ratchet.quality_gate import paired_test
 from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.quality_gate.statistics import Numbers, adjust_p_values, number_groups
@@ -179,7 +180,7 @@ def find_trailing(
             continue
         p = float(stats.wilcoxon(comparator.sum_groups(gains), alternative="greater", zero_method="zsplit").pvalue)
         if p < threshold:
-            seeds = f"{finalist.seed_count} seed{'s' if finalist.seed_count > 1 else ''}"
+            seeds = format_count(finalist.seed_count, "seed")
             reasons[finalist.number] = (
                 f"worse than trial {leader.number} after {seeds} (Wilcoxon signed-rank, p = {p:.2g})"
             )

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
+from ratchet.config.units import format_count
 from ratchet.evaluation import answer_analysis
 from ratchet.evaluation.answer_analysis import AnswerAnalysis
 from ratchet.reports import pages, verdict_page
-from ratchet.storage.html import format_count, format_percentage
+from ratchet.storage.html import format_percentage
 from ratchet.storage.records.evaluation import MetricValue
 
 

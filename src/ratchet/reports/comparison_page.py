@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.units import format_bytes, format_duration
+from ratchet.config.units import format_bytes, format_count, format_duration
 from ratchet.quality_gate import rules
 from ratchet.reports import curves, pages
 from ratchet.reports.comparison import (
@@ -18,7 +18,7 @@ from ratchet.reports.curves import SIGNS
 from ratchet.reports.pages import MINUS, format_significant
 from ratchet.reports.run_history import RunSummary
 from ratchet.storage import html
-from ratchet.storage.html import NONE, format_count
+from ratchet.storage.html import NONE
 
 LABELS_SHOWN, SLICES_SHOWN, EVENTS_SHOWN = 200, 400, 200
 """Maximum numbers of labels, of slice scores, and of events."""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.prepare import DROP_REASONS
+from ratchet.config.units import format_count
 from ratchet.reports import pages
 from ratchet.storage import digests, files
-from ratchet.storage.html import NONE, format_count, format_percentage
+from ratchet.storage.html import NONE, format_percentage
 from ratchet.storage.records.data import (
     DatasetCard,
     LengthDistribution,

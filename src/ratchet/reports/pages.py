@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from ratchet.config.units import format_bytes
+from ratchet.config.units import format_bytes, format_count
 from ratchet.storage import digests
-from ratchet.storage.html import NONE, escape_invisible, format_count, format_percentage
+from ratchet.storage.html import NONE, escape_invisible, format_percentage
 from ratchet.storage.records.evaluation import MetricValue
 
 if TYPE_CHECKING:  # Jinja takes 0.1 s to import, and a supervisor renders no page before the end of a run

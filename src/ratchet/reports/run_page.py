@@ -7,14 +7,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ratchet.config.units import format_bytes, format_duration
+from ratchet.config.units import format_bytes, format_count, format_duration
 from ratchet.quality_gate.evidence import Samples
 from ratchet.reports import comparison_page, curves, pages, verdict_page
 from ratchet.reports.comparison import ComparisonSide, PairwiseTestResult
 from ratchet.reports.pages import truncate_middle
 from ratchet.reports.training_page import summarize_memory
 from ratchet.storage import html
-from ratchet.storage.html import NONE, format_count, format_percentage
+from ratchet.storage.html import NONE, format_percentage
 from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, ModelRole
 
 WORST_SHOWN, TEXT_SHOWN = 20, 600

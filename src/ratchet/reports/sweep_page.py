@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.units import format_duration
+from ratchet.config.units import format_count, format_duration
 from ratchet.reports import pages, sweep_charts
 from ratchet.reports.pages import MINUS, format_p_value, format_significant
 from ratchet.reports.sweep_charts import STATES
 from ratchet.storage import files
-from ratchet.storage.html import NONE, format_count, format_percentage
+from ratchet.storage.html import NONE, format_percentage
 from ratchet.storage.records.sweep import (
     Finalist,
     FinalistComparison,

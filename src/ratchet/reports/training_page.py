@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.units import choose_unit, format_bytes
+from ratchet.config.units import choose_unit, format_bytes, format_count
 from ratchet.reports import pages, plots
 from ratchet.reports.plots import Figure
-from ratchet.storage.html import NONE, format_count, format_percentage
+from ratchet.storage.html import NONE, format_percentage
 from ratchet.storage.records.training import (
     AdapterAnalysis,
     MemoryForecast,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.units import format_count
 from ratchet.quality_gate.evidence import GateEvidence
 from ratchet.quality_gate.judgements import HUMAN_PREFERENCE
 from ratchet.quality_gate.rules import describe_changed_rules
@@ -14,7 +15,7 @@ from ratchet.reports import pages, sample_browser
 from ratchet.reports.pages import MINUS, OUTCOME_WORDS, format_metric, format_p_value, format_significant
 from ratchet.reports.sample_browser import Documents
 from ratchet.storage import files
-from ratchet.storage.html import NONE, format_count
+from ratchet.storage.html import NONE
 from ratchet.storage.records.base import flatten
 from ratchet.storage.records.evaluation import (
     SAFETY_PREFIX,

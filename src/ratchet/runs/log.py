@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from ratchet.config.machine import Machine
+from ratchet.config.units import format_count
 from ratchet.redaction import redact
 from ratchet.storage import files
 
@@ -119,7 +120,7 @@ class JsonLog:
         try:
             size = self._open_file()
             if self._lost:
-                text = f"{self._lost} record{'s' * (self._lost != 1)} lost here: {self._cause}"
+                text = f"{format_count(self._lost, 'record')} lost here: {self._cause}"
                 size = self._append(self._encode("warning", "ratchet.log", text, {"lost": self._lost}), size)
                 self._lost = 0
             self._append(line, size)

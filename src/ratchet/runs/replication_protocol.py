@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ratchet.config.machine import Machine
+from ratchet.config.units import format_count
 from ratchet.errors import DamagedFileError, DataError, InterruptedRunError, LeaseHeldError, RatchetError
 from ratchet.runs.directory import RunDirectory, RunPaths, TrainingLaunchSpec
 from ratchet.runs.signals import StopSignal
@@ -164,7 +165,7 @@ class ReplicationState(Record):
         """Describe the state in one line."""
         newest = max(self.durable_steps, default=0)
         behind = max(0, newest_step - newest)
-        text = f"step {newest} durable, {behind} step{'s' * (behind != 1)} behind" if newest else "no step durable yet"
+        text = f"step {newest} durable, {format_count(behind, 'step')} behind" if newest else "no step durable yet"
         if self.result:
             text = "the result is durable"
         if self.failed_since is None:

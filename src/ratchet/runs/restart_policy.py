@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ratchet.config.units import format_count
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
 
 FailureClass = Literal[
@@ -150,7 +151,7 @@ def _describe_history(text: str, earlier: Sequence[Retry]) -> str:
         return f"{text}; no restart is allowed (machine.max_restarts: 0)"
     causes = {_strip_numbers(failure.text): failure.text for failure in earlier}
     other_causes = [cause for stripped, cause in causes.items() if stripped != _strip_numbers(text)]
-    times = f"{len(earlier)} restart{'s' if len(earlier) > 1 else ''} without a new checkpoint"
+    times = f"{format_count(len(earlier), 'restart')} without a new checkpoint"
     if not other_causes:
         return f"{text}; failed the same way after a restart; gave up after {times}"
     return f"{text}; gave up after {times}; earlier causes: {'; '.join(other_causes)}"

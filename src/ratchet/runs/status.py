@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.config import units
-from ratchet.config.units import format_bytes, format_duration
+from ratchet.config.units import format_bytes, format_count, format_duration
 from ratchet.runs import replication_protocol
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent, JournalReader, ReplayFilter
@@ -351,7 +351,7 @@ def describe_progress(paths: RunPaths, progress: RunProgress, damaged_lines: int
 
 def describe_events(progress: RunProgress, damaged_lines: int) -> list[str]:
     """Describe the number of attempts, and the latest ends of attempts, alerts and notices."""
-    repeated = f"; {progress.lost_steps} step{'s' * (progress.lost_steps != 1)} repeated" if progress.lost_steps else ""
+    repeated = f"; {format_count(progress.lost_steps, 'step')} repeated" if progress.lost_steps else ""
     lines = [f"  attempts    {progress.attempts}{repeated}"]
     lines += [f"              {end}" for end in progress.attempt_ends[-SHOWN:]]
     lines += [f"  alert       {text}" for text in progress.alerts[-SHOWN:]]

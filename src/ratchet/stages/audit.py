@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from ratchet.config import units
 from ratchet.config.gate import Gate
 from ratchet.config.train import Train
 from ratchet.data import token_files
@@ -246,7 +247,7 @@ class _Auditor:
         with self._report_damage("ledger", "its chain is broken"):
             entries = ledger.read_entries(path)
             if entries:
-                lines = html.format_count(len(entries), "line")
+                lines = units.format_count(len(entries), "line")
                 newest = entries[-1]
                 text = f"{lines}, chained up to the newest: {newest.action} of version {newest.version}, {newest.time}"
                 self._verified("ledger", text, f"{self._show(path)}, newest line {newest.digest[:SHORT]}")
@@ -273,7 +274,7 @@ class _Auditor:
         except (DamagedFileError, ChampionError) as error:
             self._contradicted(name, "differs, or cannot be read", self._shorten_paths(str(error)))
             return own
-        count = html.format_count(len(shared), "line")
+        count = units.format_count(len(shared), "line")
         extra = f"; {len(missing)} of them not fetched yet (`ratchet promotions`)" if own and missing else ""
         self._verified(name, f"{count}, equal to the project's{extra}" if own else count, where)
         return own + missing if self._is_chained else shared
@@ -376,7 +377,8 @@ class _Auditor:
             if finding.kind == "signature":
                 self._add_finding(finding, "signature", finding.text)
             elif not _is_approval(finding):
-                text = f"{html.format_count(count, 'file')}, {finding.size_bytes or 0:,} bytes, each as in the manifest"
+                number = units.format_count(count, "file")
+                text = f"{number}, {finding.size_bytes or 0:,} bytes, each as in the manifest"
                 self._add_finding(finding, "files", text)
         self._is_intact = {"model", "signature"} <= {one.kind for one in findings if one.status == "ok"}
         self.bundle = self._load(ModelBundle, model_store.BUNDLE)
@@ -532,7 +534,7 @@ class _Auditor:
         self._state("base", f"{text}, licence: {base.licence or 'not declared'}", "bundle.json")
         scan = lineage.scan
         found = f"pickles: {', '.join(scan.pickles) or 'none'}; suspicious: {', '.join(scan.suspicious) or 'nothing'}"
-        self._state("base, scan", f"{html.format_count(scan.files, 'file')}; {found}; {scan.scanner}", "bundle.json")
+        self._state("base, scan", f"{units.format_count(scan.files, 'file')}; {found}; {scan.scanner}", "bundle.json")
         self._check_base(base)
 
     def _read_libraries(self) -> dict[str, str] | None:
@@ -556,7 +558,7 @@ class _Auditor:
         else:
             with self._report_damage("base, files", "differ"):
                 base_model.verify_files(folder, signed.files)
-                count = html.format_count(len(signed.files), "file")
+                count = units.format_count(len(signed.files), "file")
                 self._verified("base, files", f"{count}, each with its signed digest", self._show(folder))
 
     def _check_adapter(self, bundle: ModelBundle) -> None:
@@ -572,7 +574,7 @@ class _Auditor:
             values[model_store.EVALUATION] = self.report.adapter_digest
         if self.verdict is not None:
             values[model_store.VERDICT] = self.verdict.adapter_digest
-        text = f"{bundle.adapter_digest}, computed from {html.format_count(len(names), 'file')}"
+        text = f"{bundle.adapter_digest}, computed from {units.format_count(len(names), 'file')}"
         self._compare("adapter", text, ", ".join(values), values)
         weights = bundle.merge.adapters if bundle.merge is not None else {}
         if len(weights) > 1:
@@ -597,7 +599,7 @@ class _Auditor:
                 texts = {"spec": f"its digest is the run id {bundle.run_id}", "result": "sealed, every byte"}
                 self._add_finding(finding, finding.kind or "run directory", texts.get(finding.kind, finding.text))
         if checkpoints := [one for one in findings if one.kind == "checkpoint"]:
-            text = f"{html.format_count(len(checkpoints), 'checkpoint')}, every byte"
+            text = f"{units.format_count(len(checkpoints), 'checkpoint')}, every byte"
             self._verified("checkpoints", text, self._show(run.checkpoints))
         self._check_result(run, bundle)
         journal = self._show(run.journal)
@@ -645,8 +647,8 @@ class _Auditor:
             changes = "with uncommitted changes" if tags.get("git.dirty") == "true" else "no uncommitted changes"
             state("git commit", f"{tags['git.revision']}{branch}, {changes}", file)
         ends = f" ({'; '.join(facts.attempt_ends)})" if facts.attempt_ends else ""
-        attempts = f"{html.format_count(facts.attempts, 'attempt')}{ends}"
-        state("attempts", f"{attempts}, {html.format_count(facts.repeated_steps, 'repeated step')}", file)
+        attempts = f"{units.format_count(facts.attempts, 'attempt')}{ends}"
+        state("attempts", f"{attempts}, {units.format_count(facts.repeated_steps, 'repeated step')}", file)
         skipped = "; ".join(f"{step}: {reason}" for step, reason in sorted(facts.skipped_steps.items()))
         state("steps", f"{facts.steps:,} ({facts.reason.replace('_', ' ')}); skipped: {skipped or 'none'}", file)
         if self.bundle is not None and facts.adapter_digest != self.bundle.adapter_digest:
@@ -712,7 +714,7 @@ class _Auditor:
             count = sum(map(len, known.ids().values()))
             self._verified("test set", f"{digest[:SHORT]}, the digest of {count:,} ids", shown)
         limit = f" (limit {verdict.max_test_set_uses})" if verdict.max_test_set_uses else ""
-        text = f"{html.format_count(verdict.test_set_uses, 'model')} at the verdict{limit}"
+        text = f"{units.format_count(verdict.test_set_uses, 'model')} at the verdict{limit}"
         now = len({use.model for use in uses})
         if not own:
             self._unverified("uses of the test set", text, f"{shown}: has no line about this model")
@@ -724,7 +726,7 @@ class _Auditor:
             earlier = f"{', '.join(verdict.earlier_decisions)}, under other rules"
             self._state("earlier decisions", earlier, model_store.VERDICT)
         if verdict.alpha_share is not None:
-            looks = html.format_count(len([use for use in own if use.decision]), "recorded look")
+            looks = units.format_count(len([use for use in own if use.decision]), "recorded look")
             text = f"sequential test at {verdict.alpha_share:.3g} of its level, {looks}"
             rows = f"{verdict.remaining_rows:,} test rows were not scored"
             self._state("sequential", f"{text}; {rows}", model_store.VERDICT)

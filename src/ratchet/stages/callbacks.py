@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ratchet.config import units
 from ratchet.config.extensions import load_extension
 from ratchet.config.settings import Settings
 from ratchet.errors import DamagedFileError, RatchetError, SettingsError
@@ -17,7 +18,6 @@ from ratchet.runs.directory import RunPaths
 from ratchet.runs.log import print_message
 from ratchet.runs.run import Run
 from ratchet.stages.project import Project
-from ratchet.storage import html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Promotion, Verdict
 from ratchet.tracking import telemetry
@@ -206,7 +206,7 @@ def notify_promotions(project: Project) -> Iterator[None]:
             forced = ""
             if entry.forced:
                 missing = entry.approvals.missing if entry.approvals else 0
-                forced = f", without {html.format_count(missing, 'approval')}" if missing else ", against the verdict"
+                forced = f", without {units.format_count(missing, 'approval')}" if missing else ", against the verdict"
             name = project.settings.promote.model_name
             text = f"version {entry.version} of {name} is champion {how}{forced} ({entry.actor})"
             webhook.send(

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from ratchet.config.settings import Settings
+from ratchet.config.units import format_count
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.data.conversation import Conversation, Message, replace_surrogates
 from ratchet.data.tokenization import merge_system_messages
@@ -25,7 +26,6 @@ from ratchet.runs.signals import list_stop_signals
 from ratchet.stages.generate import ENDS, create_notice_callbacks, resolve_model
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
-from ratchet.storage.html import format_count
 
 PROMPT, CONTINUATION_PROMPT = "> ", ". "
 FENCE = '"""'

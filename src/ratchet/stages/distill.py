@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ratchet.config.settings import Settings
-from ratchet.config.units import format_bytes
+from ratchet.config.units import format_bytes, format_count
 from ratchet.data import token_files
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference, vocabulary
@@ -19,7 +19,6 @@ from ratchet.models.teacher import TeacherCandidate, TeacherModel, inspect_teach
 from ratchet.models.teacher_reference import KEY
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
-from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, Record
 from ratchet.storage.records.data import DISTILLATION_CARD, DatasetCard, DistillationCard

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from ratchet.config.units import format_count
 from ratchet.console.callback import ConsoleCallback
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
 from ratchet.errors import DamagedFileError, DataError, StorageError
@@ -21,7 +22,6 @@ from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.digests import code_version
 from ratchet.storage.files import FileLock
-from ratchet.storage.html import format_count
 from ratchet.storage.output_card import card_path
 from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow.registry import fetch_missing_models

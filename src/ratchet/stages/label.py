@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet.config.settings import Settings
+from ratchet.config.units import format_count
 from ratchet.data import token_files
 from ratchet.data.conversation import Conversation, extract_text
 from ratchet.errors import DataError, SettingsError
@@ -20,7 +21,6 @@ from ratchet.quality_gate.judgements import differ, read_judgements
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.digests import SHORT
-from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import read_card
 from ratchet.storage.records import base

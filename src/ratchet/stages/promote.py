@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratchet.config import units
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
@@ -23,7 +24,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.stages.approve import collect_statements, publish_statement
 from ratchet.stages.project import Project
 from ratchet.stages.team import require_model_quota
-from ratchet.storage import digests, files, html
+from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.evaluation import EvaluationReport
@@ -467,7 +468,7 @@ def _check_approvals(
             lines.append("the person who promotes cannot be the only one who approves")
         listed = "".join(f"\n  {line}" for line in lines)
         raise GateError(
-            f"model {bundle.model_digest[:12]} is not promoted: it lacks {html.format_count(missing, 'approval')} "
+            f"model {bundle.model_digest[:12]} is not promoted: it lacks {units.format_count(missing, 'approval')} "
             f"(promote.approvals: {required}). Ask others to run `ratchet approve {verdict_digest[:12]}`{where}, then "
             f"repeat `ratchet promote`{listed}"
         )

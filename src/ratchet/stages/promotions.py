@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from ratchet.config import units
 from ratchet.errors import ChampionError, DamagedFileError
 from ratchet.registry import ledger, outbox, promotion
 from ratchet.registry.outbox import HookDelivery
 from ratchet.stages.project import Project
 from ratchet.stages.promote import check_alias, recover_interrupted
-from ratchet.storage import html
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Promotion, read_champion
@@ -75,7 +75,7 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
             problems.append(str(error))
     if deliver:
         count = outbox.retry_failed(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0
-        events = html.format_count(count, "event")
+        events = units.format_count(count, "event")
         notes.append(f"calling hooks again for {events}" if count else "no failed hook to call again")
     if problem := outbox.deliver_pending(layout.outbox, layout.root):
         notes.append(f"warning: {problem}")

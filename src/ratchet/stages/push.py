@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratchet.config.units import format_count
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DamagedFileError, DataError, GateError, SettingsError
 from ratchet.models import base_model
@@ -111,7 +112,7 @@ def push(
         )  # fmt: skip
         manifest = _seal_files(layout, sources, card.render(), exported, signer)
         size = manifest.size_bytes
-        on_progress(f"pushing {len(manifest.files)} files ({size:,} bytes) to {repository}")
+        on_progress(f"pushing {format_count(len(manifest.files), 'file')} ({size:,} bytes) to {repository}")
         known = {name for line in earlier if line.repository == repository for name in line.files}
         upload = Upload(repository, layout.push, manifest.file_digests, known, options.is_private)
         commit = hub_repository.publish(upload, f"{bundle.run_id}: {options.kind}, model {bundle.model_digest[:12]}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.config.select import PairSettings
 from ratchet.config.settings import Settings
+from ratchet.config.units import format_count
 from ratchet.errors import DataError, SettingsError
 from ratchet.inference import answer_selection
 from ratchet.inference.answer_selection import RESERVED_FIELDS, RESERVED_PAIR_FIELDS, AnswerSelector, GenerationOutput
@@ -18,7 +19,6 @@ from ratchet.inference.spec import GenerationCard
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
-from ratchet.storage.html import format_count
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path, is_output_current, read_card, write_output
 from ratchet.storage.records.base import Record

@@ -45,11 +45,6 @@ def format_percentage(part: float, whole: float) -> str:
     return f"{share:.1%}".replace("%", "\u00a0%")
 
 
-def format_count(number: int, noun: str) -> str:
-    """Format a number with a noun: `1 row`, `2,000 rows`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 OPENING = (
     b'<!DOCTYPE html>\n<html lang="en-GB"><head><meta charset="utf-8" />'
     b'<meta name="viewport" content="width=device-width, initial-scale=1" />'

@@ -7,7 +7,7 @@ from itertools import islice
 
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import Sweep
-from ratchet.config.units import format_duration
+from ratchet.config.units import format_count, format_duration
 from ratchet.data.batches import count_validation_interval
 from ratchet.errors import RatchetError
 from ratchet.runs.directory import RunSpec, list_runs, recency
@@ -69,7 +69,7 @@ class SweepEstimate:
 
     def format(self) -> str:
         """Return the estimate as a line of text."""
-        trainings = f"{self.final_trainings} training{'s' if self.final_trainings > 1 else ''}"
+        trainings = format_count(self.final_trainings, "training")
         final = f" and {trainings} of finalists" if self.final_trainings else ""
         text = (
             f"{self.trials} trials{final}; a complete training has {self.training_tokens:,} answer tokens, the sweep "

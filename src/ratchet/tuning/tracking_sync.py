@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ratchet.config.units import format_count
 from ratchet.errors import TrackingError, first_line
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths
@@ -346,7 +347,7 @@ class SweepTrackingSync(threading.Thread):
         self.join(grace_s)
         done = not self.is_alive() and self._is_up_to_date and not self._pending and self._is_concluded
         if not done:
-            missing = f"{len(self._pending)} runs" if self._pending else "the study"
+            missing = format_count(len(self._pending), "run") if self._pending else "the study"
             text = f"{self._receiver} does not have {missing} completely yet"
             print_message(f"{text}; the next start of this sweep sends the rest")
         return done

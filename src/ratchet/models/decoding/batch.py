@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ratchet.models.base_model import CONTEXT_LENGTH_NAMES
+from ratchet.models.base_model import find_context_length
 from ratchet.models.chunked_loss import ForwardPass
 from ratchet.models.device import Model
 from ratchet.models.likelihoods import MIN_SHARED_PREFIX_TOKENS, is_plain_kv_cache
@@ -122,9 +122,7 @@ def find_shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def get_context_length(model: Model) -> int | None:
     """Return the maximum length of a text; None if the config does not state it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = base.config.get_text_config()
-    limits = [value for name in CONTEXT_LENGTH_NAMES if isinstance(value := getattr(config, name, None), int)]
-    return min(limits, default=None)
+    return find_context_length(base.config.to_dict())
 
 
 # Batches. Keys and values of all rows are in one buffer that passes write in place, while rows join and leave.

@@ -456,12 +456,12 @@ def find_largest_sizes(
         return forecast(spec, train, builder.machine, work).needed_bytes(work.local_ranks)
 
     chosen = targets.choose(spec.layers, settings.target_modules, spec.others)
-    longest = getattr(spec.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
+    longest = spec.context_length or DEFAULT_MAX_TOKENS
     search = partial(_search_greatest_fitting, start_bytes=needed_bytes, available_bytes=available_bytes)
     examples, most = work.rows // work.rows_per_example, work.count_step_rows(settings.batch_size)
     return LargestFittingSizes(
         micro_batch_size=search(with_examples, start=examples, limit=most // work.rows_per_example),
-        row_tokens=search(with_tokens, start=work.row_tokens, limit=int(longest), minimum=2, tolerance=0.01),
+        row_tokens=search(with_tokens, start=work.row_tokens, limit=longest, minimum=2, tolerance=0.01),
         rank=search(with_rank, start=settings.rank, limit=min(min(layer.inputs, layer.outputs) for layer in chosen)),
     )
 

@@ -8,6 +8,7 @@ data, no path of a machine, no time, and no measured speed. The front matter fol
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from ratchet.config import units
 from ratchet.models.model_card import Publication, format_front_matter
 from ratchet.registry.model_store import artifact_path
 from ratchet.storage import html
@@ -92,7 +93,7 @@ def describe_coverage(evaluation: EvaluationReport | None, role: ModelRole) -> I
         yield (
             f"- Difference between groups in {one.score}: {escape_markdown(one.second)} minus "
             f"{escape_markdown(one.first)} {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}, "
-            f"{html.format_count(one.templates, 'template')})"
+            f"{units.format_count(one.templates, 'template')})"
         )
     yield from ([""] if safety.untestable_rows or found else [])
 

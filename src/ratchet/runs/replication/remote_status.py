@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.machine import Machine, find_replica_environment_problem, find_replica_problem
-from ratchet.config.units import format_bytes, format_duration
+from ratchet.config.units import format_bytes, format_count, format_duration
 from ratchet.errors import DamagedFileError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import JournalEvent, JournalReader, parse_line
@@ -170,15 +170,13 @@ def summarize_run(run_status: RemoteRunStatus) -> str:
 def describe_remote_run(run_status: RemoteRunStatus) -> str:
     """Describe a run in several lines."""
     progress = run_status.progress
-    repeated = (
-        f"; {progress.lost_steps} step{'s' * (progress.lost_steps != 1)} done again" if progress.lost_steps else ""
-    )
+    repeated = f"; {format_count(progress.lost_steps, 'step')} done again" if progress.lost_steps else ""
     lines = [
         f"run {run_status.run_id}: {_describe_state(run_status)}",
         f"  step        {progress.step} of {progress.planned_steps or '?'}",
         f"  durable     {_describe_durable(run_status)}",
         f"  machines    {_describe_machines(run_status.state)}",
-        f"  interrupted {len(progress.attempt_ends)} time{'s' * (len(progress.attempt_ends) != 1)}{repeated}",
+        f"  interrupted {format_count(len(progress.attempt_ends), 'time')}{repeated}",
         *(f"              {end}" for end in progress.attempt_ends[-SHOWN:]),
     ]
     if (share := run_status.goodput.share()) is not None:
@@ -229,7 +227,7 @@ def _describe_machines(state: ReplicaState) -> str:
 def _describe_holders(state: ReplicaState) -> str:
     """Describe how many machines held the run, and how many times they did."""
     holders = state.holder.holders if state.holder else 0
-    return f"{len(state.machines)}, which have held it {holders} time{'s' * (holders != 1)}"
+    return f"{len(state.machines)}, which have held it {format_count(holders, 'time')}"
 
 
 def _describe_upload(state: ReplicaState) -> str:
@@ -241,7 +239,7 @@ def _describe_upload(state: ReplicaState) -> str:
     if skipped := sum(machine.bytes_skipped for machine in state.machines):
         text += f", {format_bytes(skipped)} were there already"
     outages = sum(machine.outages for machine in state.machines)
-    return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text
+    return f"{text}, {format_count(outages, 'outage')}" if outages else text
 
 
 class RemoteRunSource:

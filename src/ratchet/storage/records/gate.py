@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.storage import html
+from ratchet.config import units
 from ratchet.storage.records.base import Record
 
 Outcome = Literal["pass", "fail", "undecided", "invalid"]
@@ -135,7 +135,7 @@ class ForcedPromotion(Record):
     @property
     def obstacle(self) -> str:
         """Description of what was overridden."""
-        missing = html.format_count(self.missing_approvals, "missing approval")
+        missing = units.format_count(self.missing_approvals, "missing approval")
         if not self.missing_approvals:
             return describe_overridden(self.decision)
         return missing if self.decision == "PROMOTE" else f"{describe_overridden(self.decision)} and {missing}"
