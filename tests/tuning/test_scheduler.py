@@ -171,6 +171,9 @@ def test_a_fork_plans_a_training_that_was_continued_once(begin: Begin) -> None:
         end(after, work(after), "complete", [loss])
     report = build_report(after.store, after.settings, after.space, after.store.identity, with_importances=False)
     assert count_finished(report) == report.planned_trials == 5
+    fewer = after.settings.model_copy(update={"sweep": after.settings.sweep.model_copy(update={"trials": 1})})
+    report = build_report(after.store, fewer, after.space, after.store.identity, with_importances=False)
+    assert count_finished(report) == report.planned_trials == 5
 
 
 def test_a_released_trial_is_taken_over_before_anything_else(begin: Begin) -> None:

@@ -56,9 +56,7 @@ def build_report(
         versions=samplers.library_versions(),
         data_digest=str(identity["data"])[: digests.SHORT],
         base_digest=str(identity["base"])[: digests.SHORT],
-        planned_trials=settings.sweep.trials
-        + sum(trial.continues is None for trial in history[: store.carried])
-        + sum(trial.request is not None for trial in history[store.carried :]),
+        planned_trials=_count_planned(settings.sweep, history, store.carried),
         trials=tuple(history),
         importances=compute_importances(space, objectives, history, settings.sweep.sampler.seed)
         if with_importances
@@ -69,6 +67,13 @@ def build_report(
         requests=tuple(store.requests()),
         stopped=str(notes.get(final_round.STOPPED, "")),
     )
+
+
+def _count_planned(sweep: Sweep, history: Sequence[Trial], carried: int) -> int:
+    """Return the planned number of trials: at least those that began before a person lowered sweep.trials."""
+    from_fork = sum(trial.continues is None for trial in history[:carried])
+    requested = sum(trial.request is not None for trial in history[carried:])
+    return max(sweep.trials + from_fork + requested, sum(trial.continues is None for trial in history))
 
 
 # Importances of the parameters.
