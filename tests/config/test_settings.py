@@ -293,6 +293,12 @@ def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> Non
         params_file.load(path)
 
 
+def test_a_number_in_quotes_is_exact() -> None:
+    for text, number in (("'9007199254740993'", 2**53 + 1), ("'007'", 7)):
+        assert params_file.parse(f"train:\n  seed: {text}\n").train.seed == number
+    assert params_file.parse("train:\n  learning_rate: '1e-4'\n").train.learning_rate == 1e-4
+
+
 def test_settings_are_immutable() -> None:
     settings = Settings()
     with pytest.raises(ValueError, match="frozen"):

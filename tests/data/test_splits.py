@@ -163,6 +163,10 @@ def test_small_strata_are_training_rows_and_one_training_row_remains() -> None:
         [row(f"{i}", kind="one") for i in range(3)], SplitSettings(validation=0.4, test=0.5, stratify="kind")
     )
     assert sorted(three) == ["test", "train", "validation"]
+    rows = [row(f"{i}", kind="one") for i in range(4)]
+    for validation, test in ((0.85, 0.1), (0.1, 0.85), (0.6, 0.2)):
+        found = divided(rows, SplitSettings(validation=validation, test=test, stratify="kind"))
+        assert set(found) == {"test", "train", "validation"}
 
 
 def test_equal_prompts_in_two_strata_stay_together() -> None:
@@ -204,6 +208,7 @@ def test_a_source_with_a_split_replaces_the_fraction_of_that_split() -> None:
         (SplitSettings(stratify="kind"), {"kind": ["a"]}, "holds a list"),
         (SplitSettings(time="at"), {"at": "yesterday"}, "neither a date nor a number: 'yesterday'"),
         (SplitSettings(time="at"), {"at": "nan"}, "neither a date"),
+        (SplitSettings(time="at"), {"at": 10**400}, "neither a date"),
         (SplitSettings(time="at"), {"at": True}, "neither a date"),
     ],
 )

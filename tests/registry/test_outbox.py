@@ -86,6 +86,9 @@ def test_a_failed_hook_affects_no_other_and_can_be_repeated(tmp_path: Path, box:
     assert outbox.deliver_pending(box, tmp_path) is None  # the hook gave up, so a delivery does not repeat the event
     assert outbox.read_deliveries(box)[0].waiting == ()
 
+    assert outbox.retry_failed(box, []) == 0
+    assert [len(delivery.failed) for delivery in outbox.read_deliveries(box)] == [1]
+
     mended = HookSettings(command=("sh", "-c", "echo mended >> told.txt"))
     assert outbox.retry_failed(box, [COUNT, mended]) == 1
     assert outbox.deliver_pending(box, tmp_path) is None

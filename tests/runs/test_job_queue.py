@@ -54,6 +54,14 @@ def wait_until_claimed(queue: JobQueue, worker: str) -> Job:
         time.sleep(0.02)
 
 
+def test_ended_jobs_are_listed_last_and_the_newest_first(queue: JobQueue) -> None:
+    for _ in range(2):
+        submit(queue)
+        assert queue.finish(claim(queue), "done", "")
+    submit(queue)
+    assert [job.id for job in queue.list_jobs()] == [3, 2, 1]
+
+
 def test_jobs_are_claimed_by_priority_and_then_in_their_order(queue: JobQueue) -> None:
     first, second, urgent = submit(queue), submit(queue), submit(queue, priority=5)
     assert [claim(queue).id for _ in range(3)] == [urgent.id, first.id, second.id]

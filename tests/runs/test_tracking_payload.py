@@ -19,13 +19,13 @@ def shown(train: Train) -> dict[str, str]:
     return collect_parameters(spec, Settings(train=train))
 
 
-def system(sample: int, received: int = 0, **more: Any) -> JournalEvent:
+def system(sample: int, received: int = 0, attempt: int = 1, **more: Any) -> JournalEvent:
     data = {
         "sample": sample, "cpu_percent": 50.0, "memory_bytes": 2_000_000, "memory_percent": 25.0,
         "disk_used_percent": 75.0, "network_received_bytes": received, "network_sent_bytes": 10 * received,
         "worker_cpu_percent": 100.0, "worker_memory_bytes": 1_000_000, "gpus": [],
     }  # fmt: skip
-    return JournalEvent("system_metrics", 100.0 + sample, 1, data | more)
+    return JournalEvent("system_metrics", 100.0 + sample, attempt, data | more)
 
 
 def step(number: int, attempt: int = 1) -> JournalEvent:
@@ -70,11 +70,15 @@ def test_figures_of_the_machine_have_the_names_of_mlflow_s_own_monitor() -> None
     assert "system/gpu_0_temperature_celsius" not in found, "it is not known"
 
 
-def test_network_counts_from_the_first_sample_and_goes_on_when_the_machine_was_started_again() -> None:
-    events = [system(1, 5_000_000), system(2, 7_000_000), system(3, 1_000_000), system(4, 2_000_000)]
+@pytest.mark.parametrize("count_elsewhere", [1_000_000, 500_000_000_000])
+def test_network_counts_from_the_first_sample_and_continues_on_another_machine(count_elsewhere: int) -> None:
+    events = [
+        system(1, 5_000_000), system(2, 7_000_000),
+        system(3, count_elsewhere, attempt=2), system(4, count_elsewhere + 1_000_000, attempt=2),
+    ]  # fmt: skip
     figures = MetricPointExtractor()
     told = [values(figures.extract(event))["system/network_receive_megabytes"] for event in events]
-    assert told == [0, 2, 3, 4]
+    assert told == [0, 2, 2, 3]
     again = [values(figures.extract(event))["system/network_receive_megabytes"] for event in events]
     assert again == told, "given the same events again, it says the same"
     assert values(figures.extract(events[1]))["system/network_transmit_megabytes"] == 20

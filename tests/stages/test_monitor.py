@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -458,11 +459,16 @@ def test_without_an_earlier_champion_or_with_a_broken_one_the_alarm_stays(
     assert "rolled back to version 1" in list_actions(monitor(project, [log], smoke_test=accept_model))
 
 
-def test_the_webhook_gets_an_alarm_once(
+def test_the_webhook_gets_an_alarm_once_and_after_a_failure_with_the_next_call(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitored = monitored_project(project)
     log = write_log(tmp_path / "log.jsonl", requests(2, 600, right=0.3))
+    monitor(monitored, [log])  # without a webhook
+    with served(404) as refusing:
+        monkeypatch.setenv("RATCHET_WEBHOOK_URL", refusing.url)
+        monitor(monitored, [log])
+    assert refusing.got
     with served(200) as receiver:
         monkeypatch.setenv("RATCHET_WEBHOOK_URL", receiver.url)
         for _ in range(2):
@@ -515,6 +521,13 @@ def test_traces_of_mlflow_are_read_once_and_their_scores_later(tracked_project: 
     assert (report.requests, result(report, "scores").observed, report.unusable) == (6, 6, 0)
     with pytest.raises(DataError, match=r"mlflow:other: .* has no experiment of this name"):
         monitor(monitored, ["mlflow:other"])
+    for name, start_s, score in (("earlier", 1_700_000_000, 1.0), ("unusable", START_S, 7.0)):
+        tracker = MlflowTracker(tracked_project, name)
+        tracker.find_or_create("run-b", start_s * 1000)
+        tracker.report_answers("run-b", [replace(answer, scores={"accuracy": score}) for answer in answers], 100)
+    for _ in range(2):
+        report = monitor(monitored, ["mlflow:earlier", "mlflow:unusable"])
+        assert (report.requests, report.earlier, report.unusable) == (6, 5, 5)
 
 
 # --- the command

@@ -1,5 +1,7 @@
 """`ratchet submit`, `ratchet work` and `ratchet queue`. Real trainings are in tests/proofs/test_queued_runs.py."""
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -199,6 +201,23 @@ def test_a_worker_on_which_three_jobs_fail_ends(project: ProjectLayout, stages: 
     with pytest.raises(RunFailedError, match="3 jobs in a row failed here, the last with: base: exit code 1"):
         work(opened, ignore, exit_when_idle_s=0.0)
     assert read_queue(opened).counts["waiting"] == 4  # for another machine, after a delay
+
+
+def test_a_job_whose_workspace_cannot_be_written_waits_for_another_attempt(
+    project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_full_disk(*_: object) -> ProjectLayout:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(stage, "make_workspace", raise_full_disk)
+    opened = ratchet.Project(project.root, {"machine.restart_delay_s": 0})
+    job = submit(opened, max_attempts=2).job
+    later = project.queue / f"job-{job.id}.9"  # of another worker on this machine
+    later.mkdir(parents=True)
+    assert work(opened, ignore, exit_when_idle_s=0.0).failed
+    [found] = jobs(opened)
+    assert "No space left on device" in found.note
+    assert later.is_dir()
 
 
 def test_a_cancelled_job_is_stopped(project: ProjectLayout, stages: Callable[[str], None]) -> None:

@@ -63,9 +63,8 @@ def format_queue(report: "QueueReport", has_all: bool) -> str:
     """Format the number of jobs in each state, and a line for each job."""
     counts = ", ".join(f"{count} {state}" for state, count in report.counts.items() if count) or "no jobs"
     title = f"queue {report.queue} in {report.where}: {counts}"
-    ended = [job for job in report.jobs if job.ended is not None]
-    ended = sorted(ended, key=lambda job: -(job.ended or 0.0))[: None if has_all else SHOWN]
-    shown = [*(job for job in report.jobs if job.ended is None), *ended]
+    waiting = sum(job.ended is None for job in report.jobs)
+    shown = report.jobs[: None if has_all else waiting + SHOWN]
     rows = [
         ("job", "state", "priority", "attempts", "until", "run", "worker", "lease until", "settings"),
         *map(_format_row, shown),

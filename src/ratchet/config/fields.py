@@ -98,11 +98,11 @@ MAX_INTEGER, MAX_FLOAT = 2**63 - 1, 1e30
 def parse_number(value: Any) -> Any:
     """Convert a number that a YAML 1.1 writer stored as text (`1e-4`, `1e-05`). Return other values unchanged."""
     if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return value
-        return int(number) if number.is_integer() and not any(c in value.lower() for c in ".e") else number
+        for convert in (int, float):
+            try:
+                return convert(value)
+            except ValueError:
+                pass
     return value
 
 

@@ -194,7 +194,9 @@ class SplitAssigner:
         for members in np.split(order, np.cumsum(np.bincount(stratum))[:-1]):
             if len(members) >= SMALLEST_STRATUM:
                 test, validation = (max(1, round(len(members) * part)) if part else 0 for part in fractions)
-                test = min(test, len(members) - validation - 1)  # at least one training row remains
+                # At least one prompt remains for each other split.
+                validation = min(validation, len(members) - 1 - bool(test))
+                test = min(test, len(members) - validation - 1)
                 split[members[:test]] = TEST
                 split[members[test : test + validation]] = VALIDATION
         for rows, (positions,) in self._rows.blocks("position"):
@@ -267,7 +269,7 @@ def _parse_time(value: Any) -> float | None:
 def _finite_number(value: Any) -> float | None:
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -174,7 +174,7 @@ def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
     """Schedule failed deliveries again, for the hooks in the current settings, whose addresses may have been corrected.
 
     Returns:
-        Number of events with failed deliveries.
+        Number of events that are scheduled again: those with failed deliveries, and a hook for them in the settings.
     """
     count = 0
     with acquire_lock(outbox):
@@ -182,7 +182,9 @@ def retry_failed(outbox: Path, recipients: Sequence[HookSettings]) -> int:
             if not delivery.failed:
                 continue
             action = json.loads((delivery.folder / "event.json").read_bytes())["action"]
-            EventRecipients(hooks=_subscribed_hooks(recipients, action)).save(delivery.folder / "hooks.json")
+            if not (hooks := _subscribed_hooks(recipients, action)):
+                continue  # the failure stays listed
+            EventRecipients(hooks=hooks).save(delivery.folder / "hooks.json")
             for path in _result_files(delivery.folder):
                 if not HookDelivery.load(path).is_delivered:
                     files.before("unlink", path)

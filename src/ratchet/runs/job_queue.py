@@ -7,6 +7,7 @@ job cannot change it any more. All times are by the clock of the database, so cl
 The queue only assigns jobs. What protects a run is its lock, or the lease of its replica on several machines.
 """
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -218,7 +219,7 @@ class JobQueue:
         """Return all jobs: first those that wait or run, in the order of claims; then the others, the newest first."""
         with self._begin() as connection:
             jobs = [_make_job(row) for row in connection.execute(select(JOBS).where(JOBS.c.queue == self.name))]
-        return sorted(jobs, key=lambda job: (job.ended or 0.0, job.state == "waiting", -job.priority, job.id))
+        return sorted(jobs, key=lambda job: (-(job.ended or math.inf), job.state == "waiting", -job.priority, job.id))
 
     def count_states(self) -> dict[JobState, int]:
         """Return the number of jobs in each state."""

@@ -182,16 +182,18 @@ class MetricPointExtractor:
                 values["train/mfu"] = rate * share
         elif event.kind == "system_metrics":
             step = event.data["sample"]
-            values = {f"system/{name}": value for name, value in self._extract_system(event.data).items()}
+            values = {
+                f"system/{name}": value for name, value in self._extract_system(event.data, event.attempt).items()
+            }
         if step is None:
             return []
         return [MetricPoint(key, value, step, event.t) for key, value in values.items() if value is not None]
 
-    def _extract_system(self, data: dict[str, Any]) -> dict[str, float | None]:
+    def _extract_system(self, data: dict[str, Any], attempt: int) -> dict[str, float | None]:
         values = {name: _scale(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
         for key, name in NETWORK.items():
             if (count := data.get(key)) is not None:
-                values[name] = self._network[key].since_start(data["sample"], count) / 1e6
+                values[name] = self._network[key].since_start(data["sample"], count, attempt) / 1e6
         for gpu in data.get("gpus") or ():
             prefix = f"gpu_{gpu['index']}_"
             values |= {prefix + name: _scale(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
@@ -230,20 +232,19 @@ class _RelativeCounter:
 
     def __init__(self) -> None:
         self._samples: list[int] = []
-        """Number of the first sample for each offset. A new offset begins when the machine was rebooted or the run
-        moved to another machine."""
+        """Number of the first sample for each offset. A new offset begins with each attempt, because the machine may
+        have been rebooted or replaced; what it sent between two attempts is not counted."""
         self._offsets: list[float] = []
-        self._last = (0, 0.0)
+        self._last = (0, 0.0, 0)
 
-    def since_start(self, sample: int, count: float) -> float:
-        last_sample, last_count = self._last
-        if not self._samples:
-            self._samples, self._offsets, self._last = [sample], [count], (sample, count)
-        elif sample > last_sample:
-            if count < last_count:
+    def since_start(self, sample: int, count: float, attempt: int) -> float:
+        last_sample, last_count, last_attempt = self._last
+        if sample > last_sample:
+            if not self._samples or attempt != last_attempt or count < last_count:
+                total = last_count - self._offsets[-1] if self._samples else 0.0
                 self._samples.append(sample)
-                self._offsets.append(self._offsets[-1] - last_count)
-            self._last = (sample, count)
+                self._offsets.append(count - total)
+            self._last = (sample, count, attempt)
         return count - self._offsets[max(0, bisect_right(self._samples, sample) - 1)]
 
 

@@ -502,12 +502,16 @@ class MonitorSession:
             # A trace from a computer whose clock is ahead must not hide those that follow.
             until_ms = max(self._traces_until_ms.get(experiment, 0), min(trace.time_ms, now_ms))
             self._traces_until_ms[experiment] = until_ms
-            is_known = _hash_id(trace.id) in self._request_ids
-            if trace.request is None and not is_known:
-                self._request_ids.add(_hash_id(trace.id))
+            request, key = trace.request, _hash_id(trace.id)
+            is_labelled = request is not None and not request.is_unlabelled
+            state = _hash_id(f"{trace.id} {request.score} {request.reference}") if request and is_labelled else key
+            if state in self._request_ids:
+                continue
+            if request is None:
                 self._add_problem(f"trace {trace.id}", trace.problem)
-            elif trace.request is not None and not (is_known and trace.request.is_unlabelled):
-                self.count(trace.request, f"trace {trace.id}")
+            else:
+                self.count(request, f"trace {trace.id}")
+            self._request_ids |= {key, state}
         self.save()
 
     # Counting.
@@ -519,11 +523,11 @@ class MonitorSession:
             self._add_problem(where, f"score: outside 0 to {largest:g}, the unit of {metric}")
             return
         self._recognised += 1
+        key = None if request.id is None else _hash_id(request.id)
         is_earlier = request.time_s is not None and request.time_s < (self.target.since_s or 0.0)
         if is_earlier or (request.version is not None and request.version != self.target.version):
-            self._counts["earlier"] += 1
+            self._counts["earlier"] += key not in self._request_ids
             return
-        key = None if request.id is None else _hash_id(request.id)
         time_s = request.time_s or 0.0
         has_text = request.prompt is not None or request.answer is not None
         if has_text and (key is None or key not in self._request_ids):
@@ -616,8 +620,8 @@ class MonitorSession:
     # Alarms.
 
     def act(self, smoke_test: Callable[[Path], None] | None) -> None:
-        """Send new alarms to the webhook, and roll back if the settings say so. A failed rollback is tried again by the
-        next call."""
+        """Send new alarms to the webhook, and roll back if the settings say so. What fails is tried again by the next
+        call."""
         from ratchet.tracking.webhook import Webhook
 
         webhook = Webhook.from_environment(self.project.settings.machine, self.project.layout.name)
@@ -628,16 +632,15 @@ class MonitorSession:
                 action = self._roll_back(test.alarm, smoke_test)
                 test.alarm = test.alarm.model_copy(update={"action": action})
                 self.save()
-            if not test.alarm.is_notified:
-                if webhook is not None:
-                    alarm, model = test.alarm, self.project.settings.promote.model_name
-                    suffix = f"; {alarm.action}" if alarm.action else ""
-                    text = f"version {self.target.version} of {model}: {alarm.describe()}{suffix}"
-                    webhook.send(
-                        "alarm", text, test=name, version=self.target.version, value=alarm.value,
-                        reference=alarm.reference, start=alarm.start, action=alarm.action,
-                    )  # fmt: skip
-                test.alarm = test.alarm.model_copy(update={"is_notified": True})
+            if webhook is not None and not test.alarm.is_notified:
+                alarm, model = test.alarm, self.project.settings.promote.model_name
+                suffix = f"; {alarm.action}" if alarm.action else ""
+                text = f"version {self.target.version} of {model}: {alarm.describe()}{suffix}"
+                is_notified = webhook.send(
+                    "alarm", text, test=name, version=self.target.version, value=alarm.value,
+                    reference=alarm.reference, start=alarm.start, action=alarm.action,
+                )  # fmt: skip
+                test.alarm = alarm.model_copy(update={"is_notified": is_notified})
                 self.save()
 
     def _roll_back(self, alarm: MonitorAlarm, smoke_test: Callable[[Path], None] | None) -> str | None:

@@ -120,7 +120,9 @@ def read_queue(project: Project) -> QueueReport:
 def run_git(layout: ProjectLayout, *arguments: str) -> str:
     """Return the output of a git command in the project. Raises InputError if it fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=layout.root, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=layout.root, capture_output=True, text=True, errors="replace", check=False
+        )
     except FileNotFoundError:
         raise InputError("git is not installed; install it, or submit without --revision") from None
     if done.returncode:

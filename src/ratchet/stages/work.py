@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.errors import (
+    EXIT_BUG,
     EXIT_GATE,
     EXIT_INPUT,
     EXIT_INTERRUPTED,
@@ -165,11 +166,14 @@ class _QueueWorker:
         with _LeaseRenewal(self._queue, job, self._machine.lease_timeout_s, self._on_progress) as lease:
             attempt = _JobAttempt(self._project, self._queue, job, lease, self.stop, self._on_progress)
             try:
-                outcome = attempt.run()
+                try:
+                    outcome = attempt.run()
+                finally:
+                    attempt.remove_workspaces()
             except RatchetError as error:
                 outcome = _Outcome("failed", str(error), error.exit_code)
-            finally:
-                attempt.remove_workspace()
+            except OSError as error:  # a full disk, for example
+                outcome = _Outcome("failed", str(error), EXIT_BUG)
             has_job = self._end_job(job, outcome)
         if outcome.kind == "lost" or not has_job:
             self._on_progress(f"{title}: another worker has it, or it was cancelled; nothing more is stored about it")
@@ -285,10 +289,11 @@ class _JobAttempt:
             self._workspace.rename(self._kept)
         return outcome
 
-    def remove_workspace(self) -> None:
+    def remove_workspaces(self) -> None:
         """Remove the workspaces of this and of earlier attempts on this machine. Links are not followed."""
         for workspace in self._project.layout.queue.glob(f"job-{self._job.id}.[0-9]*"):
-            shutil.rmtree(workspace)
+            if int(workspace.name.rpartition(".")[2]) <= self._job.token:  # a later attempt may run here
+                shutil.rmtree(workspace)
 
     def _check_run(self, layout: ProjectLayout, settings: Settings) -> str:
         """Record the run of the job. Return why this machine must not train it; empty if it may.

@@ -109,7 +109,9 @@ def revision_tags(root: Path) -> dict[str, str]:
 
 def _git(root: Path, *arguments: str) -> str:
     """Return the output of git; empty if git fails."""
-    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", check=False
+    )
     return result.stdout.strip()
 
 

@@ -54,14 +54,14 @@ class Webhook:
             raise SettingsError(f"{VARIABLE} (in the environment): {problem}; or unset it to send no notifications")
         return cls(address, machine.webhook_events, machine.webhook_timeout_s, project)
 
-    def send(self, event: WebhookEvent, text: str, **fields: Field) -> None:
-        """Send an event if it is enabled. Return within `wait_s` seconds. Print a failure on standard error; never
-        raise.
+    def send(self, event: WebhookEvent, text: str, **fields: Field) -> bool:
+        """Send an event if it is enabled, and return whether it was delivered. Return within `wait_s` seconds. Print a
+        failure on standard error; never raise.
 
         Chat services show the text, after the project's name; programs read the fields.
         """
         if event not in self.events:
-            return
+            return False
         body = _build_body(self.project, event, text, fields)
         until_s = time.monotonic() + self.wait_s
         answer, tries = http_client.PostResult(False, f"no answer within {self.wait_s:g} s"), 0
@@ -71,11 +71,12 @@ class Webhook:
             tries += 1
             pause_s = http_client.compute_retry_delay_s(tries, answer)
             if answer.is_delivered:
-                return
+                return True
             if not answer.is_retryable or tries == MAX_TRIES or time.monotonic() + pause_s >= until_s:
                 break
             time.sleep(pause_s)
         print_message(f"webhook: `{event}` not delivered ({answer.detail}; {http_client.format_attempts(tries)})")
+        return False
 
 
 def _build_body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:

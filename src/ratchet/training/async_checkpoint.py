@@ -204,10 +204,11 @@ class AsyncCheckpointer:
                         self._changed.wait()
                     if self._closed:
                         return
-                    step, (snapshot, blocked_s) = min(self._waiting.items())
+                    step = min(self._waiting)
+                    item = self._waiting[step]
                     self._saving_step = step
                 try:
-                    self._save(snapshot, blocked_s)
+                    self._save(*item)
                 except OSError as error:
                     self._wait_out_error(error)
                 else:
@@ -217,7 +218,8 @@ class AsyncCheckpointer:
                         text = f"checkpoints are saved again; the newest is of step {self.sealed.step}"
                         self._journal.append("alert", text=text)
                     with self._changed:
-                        del self._waiting[step]
+                        if self._waiting[step] is item:  # otherwise a newer state of this step was submitted meanwhile
+                            del self._waiting[step]
                         self._saving_step = None
                         self._changed.notify_all()
         except BaseException as error:  # the training thread raises it: see `is_saving`

@@ -273,7 +273,7 @@ class Tenant:
                 yield role
 
     def _require_effect(self, user: str, role: Role, ledger_id: str) -> None:
-        """Raise SettingsError if the user may do more than the role allows."""
+        """Raise SettingsError if the user would have other permissions than the role."""
         allowed = {
             ("experiment", ledger_id): "EDIT" if role == "promoter" else "READ",
             ("prompt", "*"): "NO_PERMISSIONS",
@@ -284,7 +284,7 @@ class Tenant:
             )  # fmt: skip
             if answer["permission"] != expected:
                 raise SettingsError(
-                    f"{user} would have {answer['permission']} on {kind} {name}, more than role {role} ({expected}): "
+                    f"{user} would have {answer['permission']} on {kind} {name}; role {role} has {expected}: "
                     "set default_permission = NO_PERMISSIONS in the server's configuration of basic-auth, and check "
                     f"the other roles of {user} on MLflow's page of users ({DOCUMENTATION}, page "
                     "teams). The role was not given"
