@@ -13,6 +13,7 @@
     │   ├── LockHeldError                  another process holds the lock
     │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
     │   ├── StorageError                   a directory that cannot be written: read-only, full, no permission
+    │   ├── QuotaError                     the team has used up its runs or disk space
     │   └── ChampionError                  champion file and registry disagree, or the champion is missing
     ├── GateError                      3   no verdict PROMOTE for this model; nothing was promoted
     ├── RunFailedError                 1   training gave up; the message has the cause and the number of attempts
@@ -21,6 +22,7 @@
     ├── MemoryExhaustedError           1   not even one row fits into memory; the message has settings that fit
     ├── TrackingError                  1   MLflow's database or artifacts cannot be read or written
     │   ├── TrackingServerError        2   an MLflow server cannot be reached, or refuses the request
+    │   │   └── PermissionRefusedError     the user's role does not allow the request
     │   └── TrackingSchemaError        2   the database belongs to another MLflow version; the message has the command
     ├── tuning.leases.TrialLeaseLostError  1   another worker has taken over the trial; internal to sweep workers
     ├── PeersLostError                 1   other ranks are lost or did not join; the state is saved

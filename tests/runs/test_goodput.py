@@ -35,7 +35,6 @@ def test_start_up_and_waits_are_lost() -> None:
 def test_a_step_that_is_done_again_counts_once_and_its_first_time_is_lost() -> None:
     goodput = of(attempt(0.0), step(10.0, 1), step(20.0, 2, 10.0), attempt(25.0), step(40.0, 2, 8.0), step(50.0, 3))
     assert goodput.useful_s == 28.0
-    assert goodput.repeated_s == 10.0
     assert goodput.share() == pytest.approx(28 / 50)
 
 

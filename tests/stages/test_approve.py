@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from promotion_project import SETTINGS, accept_model, count_in_child, read_ledger, write_outputs
 from ratchet.cli.main import main
 from ratchet.config import params_file
+from ratchet.config.units import utc_timestamp
 from ratchet.registry import approvals, keys
 from ratchet.registry.approvals import ApprovalPredicate, count_missing, verify_approvals
 from ratchet.stages.approve import approve
@@ -67,7 +68,7 @@ class People:
         signer = self.signer(person)
         predicate = ApprovalPredicate(
             model_name=SETTINGS.promote.model_name, model_digest="m" * 64, actor=person, key=signer.fingerprint,
-            time=approvals.utc_now().isoformat(timespec="seconds"),
+            time=utc_timestamp(),
         )  # fmt: skip
         return approvals.sign_statement(signer, verdict or self.verdict, predicate.model_copy(update=changes))
 
@@ -157,7 +158,7 @@ def alter(text: str) -> str:
 
 
 def at(**offset: float) -> str:
-    return (approvals.utc_now() + timedelta(**offset)).isoformat(timespec="seconds")
+    return (datetime.now(UTC) + timedelta(**offset)).isoformat(timespec="seconds")
 
 
 @pytest.mark.parametrize(

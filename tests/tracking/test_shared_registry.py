@@ -22,10 +22,11 @@ from ratchet.cli.main import main
 from ratchet.cli.promote import format_promotion
 from ratchet.cli.promotions import format_history
 from ratchet.config import params_file
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import ChampionError, DamagedFileError, DataError, GateError, RatchetError
 from ratchet.registry import keys, ledger, signature
 from ratchet.registry.approvals import verify_approvals
-from ratchet.registry.promotion import PromotionIntent, execute_promotion, new_event_id, utc_now
+from ratchet.registry.promotion import PromotionIntent, execute_promotion, new_event_id
 from ratchet.stages.approve import approve
 from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, DeployResult, deploy, watch_champion
@@ -462,7 +463,7 @@ def promote_fake(team: Team, actor: str, model: str) -> str:
     before = read_champion(layout.champion)
     champion = Champion(version=0, model_digest=bundle.model_digest, adapter_digest="a" * 64, run_id="run")
     intent = PromotionIntent(
-        id=new_event_id(), time=utc_now(), action="promote", actor=actor, project=project.root.name,
+        id=new_event_id(), time=utc_timestamp(), action="promote", actor=actor, project=project.root.name,
         model_name=registry.model_name, champion=champion, alias=registry.champion(),
         previous_version=before.champion.version if before.champion else None, decision="PROMOTE", reason=None,
         is_anchor=False, server=registry.server,

@@ -87,10 +87,8 @@ def test_what_is_written_is_what_safetensors_reads(
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_format, "CHUNK_BYTES", chunk)
-        beats: list[None] = []
-        checkpoint.write_safetensors(path, tensors, lambda: beats.append(None))
+        checkpoint.write_safetensors(path, tensors)
         assert checkpoint.compute_digest_and_size(tensors) == (digests.hash_file(path), path.stat().st_size)
-    assert len(beats) >= path.stat().st_size / (chunk + 1e5)
     found = load_file(path)
     assert found.keys() == tensors.keys()
     with safe_open(path, framework="pt") as lazy:

@@ -1,11 +1,11 @@
 """`ratchet deploy`: puts a promoted model into a directory that a server reads."""
 
 import argparse
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import print_record, print_text, progress_printer
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import SettingsError
 from ratchet.stages.project import Project, open_project_or_defaults
 
@@ -67,7 +67,7 @@ def _watch(project: "Project", options: "DeployOptions", arguments: argparse.Nam
     report = progress_printer(arguments) if arguments.json else print_text
 
     def add_time(text: str) -> str:
-        return f"{datetime.now(UTC).isoformat(timespec='seconds')}  {text}"
+        return f"{utc_timestamp()}  {text}"
 
     from ratchet.config.mlflow_environment import resolve_addresses
 

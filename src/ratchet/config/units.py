@@ -1,9 +1,11 @@
-"""Counts, durations and sizes as text.
+"""Counts, times, sizes and exit codes as text.
 
 GiB and MiB are powers of 1,024 (as `free -h` shows them), GB and MB powers of 1,000.
 """
 
 import re
+import signal
+from datetime import UTC, datetime
 
 from ratchet.errors import SettingsError
 
@@ -42,6 +44,24 @@ def format_duration(seconds: float) -> str:
             rest = total % size // smaller
             return f"{total // size:,} {name}" + (f" {rest} {unit}" if rest else "")
     return f"{total} s"
+
+
+def format_exit_code(code: int) -> str:
+    """Format an exit code as subprocess returns it: `exit code 1`, `killed by SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"  # real-time signals have no names
+
+
+def describe_failure(errors: str, code: int) -> str:
+    """Return the last line that a process wrote on standard error; its exit code if it wrote none."""
+    return (errors.strip().splitlines() or [format_exit_code(code)])[-1]
+
+
+def utc_timestamp() -> str:
+    """Return the current time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def parse_bytes(text: str, where: str) -> int:

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from ratchet.data.conversation import MalformedRecord
 from ratchet.errors import DataError
+from ratchet.storage.files import reject_constant
 
 Fields = dict[str, Any]
 Record = tuple[str, Fields] | MalformedRecord
@@ -219,11 +220,6 @@ def _require_object(where: str, value: Any) -> Record:
         if isinstance(value, dict)
         else MalformedRecord(where, f"expected an object, found {type_name(value)}")
     )
-
-
-def reject_constant(constant: str) -> Any:
-    """Refuse NaN and Infinity, which Python's JSON reader accepts and RFC 8259 does not: a `parse_constant`."""
-    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ratchet.data.conversation import extract_text
-from ratchet.data.readers import reject_constant
+from ratchet.data.readers import type_name
 from ratchet.errors import DataError
 from ratchet.storage import digests
+from ratchet.storage.files import reject_constant
 from ratchet.storage.records.monitor import LogFileProgress
 
 ID_KEYS = ("id", "request_id", "custom_id")
@@ -71,7 +72,7 @@ def parse_request(record: Any) -> LoggedRequest:
     `score`.
     """
     if not isinstance(record, Mapping):
-        raise ValueError(f"found {_name_type(record)}; expected an object")
+        raise ValueError(f"found {type_name(record)}; expected an object")
     request = record["request"] if isinstance(record.get("request"), Mapping) else record
     reply = next((record[key] for key in ANSWER_KEYS if record.get(key) is not None), None)
     prompt, answer = _read_prompt(request, has_answer=reply is not None)
@@ -79,7 +80,7 @@ def parse_request(record: Any) -> LoggedRequest:
         answer = _read_answer(reply)
     score = record.get("score")
     if score is not None and not _is_finite(score):
-        raise ValueError(f"score: found {_name_type(score)}; expected a number, true or false")
+        raise ValueError(f"score: found {type_name(score)}; expected a number, true or false")
     if prompt is None and reply is None and answer is None and score is None:
         raise ValueError("found none of the known fields; expected prompt or messages, answer, or id and score")
     reference = next((record[key] for key in REFERENCE_KEYS if isinstance(record.get(key), str)), None)
@@ -107,7 +108,7 @@ def _read_prompt(request: Mapping[str, Any], has_answer: bool) -> tuple[str | No
     if messages is None:
         prompt = request.get("prompt")
         if prompt is not None and not isinstance(prompt, str):
-            raise ValueError(f"prompt: found {_name_type(prompt)}; expected a text")
+            raise ValueError(f"prompt: found {type_name(prompt)}; expected text")
         return prompt, None
     if not isinstance(messages, list) or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError("messages: expected a list of objects with role and content")
@@ -130,9 +131,9 @@ def _read_answer(reply: Any) -> str | None:
             return _read_message("answer", message)
         reply = reply.get("text", reply.get("content"))
         if not isinstance(reply, str):
-            raise ValueError("answer: found an object without text; expected a text, or a response with choices")
+            raise ValueError("answer: found an object without text; expected text, or a response with choices")
     if not isinstance(reply, str):
-        raise ValueError(f"answer: found {_name_type(reply)}; expected a text, or a response with choices")
+        raise ValueError(f"answer: found {type_name(reply)}; expected text, or a response with choices")
     return reply
 
 
@@ -144,7 +145,7 @@ def _read_content(field: str, message: Mapping[str, Any]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in parts):
-        raise ValueError(f"{field}: content is {_name_type(content)}; expected a text, or a list of text parts")
+        raise ValueError(f"{field}: content is {type_name(content)}; expected text, or a list of text parts")
     return extract_text(dict(message))
 
 
@@ -163,11 +164,6 @@ def _is_finite(value: Any) -> bool:
         return isinstance(value, bool | int | float) and math.isfinite(value)
     except OverflowError:  # an integer of more than 308 digits
         return False
-
-
-def _name_type(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
 
 
 def list_log_files(paths: Sequence[Path]) -> list[Path]:

@@ -24,8 +24,9 @@ from typing import Any
 
 from ratchet.config.prepare import ColumnSettings, RecordSchema
 from ratchet.data.conversation import Conversation, MalformedRecord, Message, SourceRow
-from ratchet.data.readers import Fields, reject_constant, type_name
+from ratchet.data.readers import Fields, type_name
 from ratchet.errors import DataError
+from ratchet.storage.files import reject_constant
 
 SAMPLE_RECORDS = 100
 """Number of first records from which the schema of a source is detected."""

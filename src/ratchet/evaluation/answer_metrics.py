@@ -19,11 +19,11 @@ import numpy as np
 from ratchet.config.evaluate import Evaluate
 from ratchet.config.extensions import compute_extension_scores, load_extension
 from ratchet.data.conversation import extract_text
-from ratchet.data.readers import reject_constant
 from ratchet.errors import SettingsError
 from ratchet.evaluation.instruction_following import check_instructions, read_instructions
 from ratchet.evaluation.metrics import Better, aggregate_metric, bootstrap_metric, mean_score_metric
 from ratchet.evaluation.rows import TestRows
+from ratchet.storage.files import reject_constant
 from ratchet.storage.records.evaluation import POINTS, SHARE, MetricValue
 
 EXTENSION_UNIT = "score, mean of samples"

@@ -14,7 +14,6 @@ from ratchet.quality_gate.paired_test import PairedScores, PairedTestPlan
 from ratchet.quality_gate.statistics import wilson_bounds
 from ratchet.storage.records.evaluation import POINTS, SHARE, MetricValue
 
-"""Units of means."""
 Better = Literal["higher", "lower", "unknown"]
 
 Z95 = 1.959963984540054

@@ -46,6 +46,7 @@ from ratchet.inference.pair_selection import PairChooser, ScoredAnswer
 from ratchet.inference.prompts import Prompt, PromptSource
 from ratchet.inference.spec import PROMPTS_KIND, GenerationCard, GenerationPaths
 from ratchet.storage import digests, files
+from ratchet.storage.files import reject_constant
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.data import PROVENANCE, FilterReport, PairScore, PairSelection, TeacherGeneration
 
@@ -404,13 +405,9 @@ def likelihood_key(answer: TeacherAnswer) -> tuple[float, int, int]:
 def _normalize_json(text: str) -> str | None:
     """Return canonical JSON; None if the text is not valid JSON (RFC 8259 does not allow NaN)."""
     try:
-        return digests.canonical_json(json.loads(text, parse_constant=_refuse_constant))
+        return digests.canonical_json(json.loads(text, parse_constant=reject_constant))
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
 
 
 @contextmanager

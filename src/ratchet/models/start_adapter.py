@@ -163,14 +163,9 @@ class StartAdapter:
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
-            document = json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{INIT_ADAPTER}: {self.path / name}: cannot be read ({error}); set another adapter"
-            ) from None
-        if not isinstance(document, dict):
-            raise DataError(f"{INIT_ADAPTER}: {self.path / name}: found no JSON object; set another adapter")
-        return document
+            return files.read_json_object(self.path / name)
+        except DamagedFileError as error:
+            raise DataError(f"{INIT_ADAPTER}: {error}; set another adapter") from None
 
 
 def locate(layout: ProjectLayout, train: Train) -> StartAdapter:

@@ -14,7 +14,7 @@ nothing: every text is verified.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -109,7 +109,6 @@ def sign_statement(signer: Signer, verdict_digest: str, predicate: ApprovalPredi
 def save_statement(layout: ProjectLayout, statement: SignedStatement) -> Path:
     """Write a statement to its file in the project, and return the path."""
     path = layout.approvals / statement.verdict_digest[:SHOWN_DIGITS] / statement.file_name
-    files.make_directory(path.parent)
     files.write_atomic(path, statement.text)
     return path
 
@@ -285,8 +284,3 @@ def verify_approvals(folder: Path, keyring: Keyring, promoted_at: str | None = N
             )
         )  # fmt: skip
     return findings
-
-
-def utc_now() -> datetime:
-    """Return the current time."""
-    return datetime.now(UTC)

@@ -65,7 +65,6 @@ def store_model(
     files.remove_partials(layout.models)
     page, page_content = gate_page_path(layout, bundle.model_digest), layout.gate_page.read_bytes()
     if not page.exists() or page.read_bytes() != page_content:
-        files.make_directory(page.parent)
         files.write_atomic(page, page_content)
     if folder.exists():
         with suppress(DamagedFileError):  # a damaged folder is written again

@@ -12,7 +12,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -329,11 +328,6 @@ def describe_last_promotion(entries: Sequence[Promotion]) -> str:
 def new_event_id() -> str:
     """Create an event id: 128 random bits."""
     return secrets.token_hex(16)
-
-
-def utc_now() -> str:
-    """Return the current time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # ----------------------------------------------------------------------------------------------------- champion file

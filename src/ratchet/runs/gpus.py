@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ratchet.config.units import describe_failure
+
 QUERY = (sys.executable, "-m", "ratchet.runs.gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev")
@@ -32,7 +34,6 @@ class GpuReading:
     """A GPU that a training may use. Values that the driver does not report are None."""
 
     name: str | None = None
-    compute_capability: str | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
     index: int = 0
@@ -74,8 +75,8 @@ def query_gpus(timeout_s: float = QUERY_TIMEOUT_S) -> GpuInventory:
             process.communicate(timeout=KILL_TIMEOUT_S)
         return GpuInventory(problem=f"the driver did not answer within {timeout_s:g} s")
     except ValueError:
-        last_line = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        return GpuInventory(problem=f"the query of the driver failed ({last_line[:200]})")
+        reason = describe_failure(errors, process.returncode)
+        return GpuInventory(problem=f"the query of the driver failed ({reason[:200]})")
 
 
 def read_inventory(visible: str | None) -> GpuInventory:
@@ -116,11 +117,10 @@ def _read_gpu(index: int) -> GpuReading:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError:  # the GPU is lost
         return GpuReading(index=index)
-    capability, milliwatts = ask(pynvml.nvmlDeviceGetCudaComputeCapability), ask(pynvml.nvmlDeviceGetPowerUsage)
+    milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
     memory, rates = ask(pynvml.nvmlDeviceGetMemoryInfo), ask(pynvml.nvmlDeviceGetUtilizationRates)
     return GpuReading(
         name=ask(pynvml.nvmlDeviceGetName),
-        compute_capability=None if capability is None else ".".join(map(str, capability)),
         total_bytes=None if memory is None else memory.total,
         free_bytes=None if memory is None else memory.free,
         index=index,

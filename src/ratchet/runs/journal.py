@@ -277,8 +277,8 @@ class ReplayFilter:
     A step is recorded by `step`, or by `step_skipped`.
     """
 
-    def __init__(self, after_step: int = 0, after_validation: int = 0) -> None:
-        self._last = {"step": after_step, "validation": after_validation}
+    def __init__(self) -> None:
+        self._last = {"step": 0, "validation": 0}
 
     def is_new(self, event: JournalEvent) -> bool:
         """Return whether the event is the first of its step or validation. A step or validation without a number is

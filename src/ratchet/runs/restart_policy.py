@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ratchet.config.units import format_count
+from ratchet.config.units import format_count, format_exit_code
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
 
 FailureClass = Literal[
@@ -165,15 +165,12 @@ def _strip_numbers(text: str) -> str:
 def _describe_exit(end: WorkerExit) -> str:
     if end.exit_code == 0:
         return "the worker exited with code 0 but sealed no result"
-    if end.exit_code > 0:
-        return f"exit code {end.exit_code}"
-    names = {number.value: number.name for number in signals.Signals}
-    name = names.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
+    text = format_exit_code(end.exit_code)
     if -end.exit_code != signals.SIGKILL:
-        return f"killed by {name}"
+        return text
     if end.oom_kills:
         return (
-            f"killed by {name} while the system ran out of memory; lower machine.micro_batch_size, set "
+            f"{text} while the system ran out of memory; lower machine.micro_batch_size, set "
             "machine.activation_checkpointing, or stop other processes"
         )
-    return f"killed by {name} (by a person, a scheduler, or a system short of memory; see `dmesg`)"
+    return f"{text} (by a person, a scheduler, or a system short of memory; see `dmesg`)"

@@ -33,8 +33,6 @@ class Goodput:
     last_t: float = 0.0
     steps: dict[int, float] = field(default_factory=dict)
     validations: dict[int, float] = field(default_factory=dict)
-    repeated_s: float = 0.0
-    """Duration in seconds of the earlier executions of repeated steps and validations."""
     _is_finished: bool = False
 
     def update(self, event: JournalEvent) -> None:
@@ -51,7 +49,6 @@ class Goodput:
         durations, key = target
         step, seconds = event.data.get("step"), event.data.get(key)
         if isinstance(step, int) and isinstance(seconds, int | float):
-            self.repeated_s += durations.get(step, 0.0)
             durations[step] = float(seconds)
 
     @property

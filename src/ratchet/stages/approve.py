@@ -7,10 +7,12 @@ in git, or on the server. So a person can approve on a machine without the evalu
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import DataError, GateError, SettingsError
 from ratchet.registry import approvals, keys, ledger, model_store, signature
 from ratchet.registry.approvals import ApprovalPredicate, SignedStatement
@@ -86,7 +88,7 @@ def collect_statements(layout: ProjectLayout, registry: MlflowModelRegistry, key
     texts = approvals.read_texts(layout.approvals)
     if registry.shared is not None:
         texts |= registry.shared.read_approvals()
-    return CollectedStatements(*approvals.read_statements(texts, keyring, approvals.utc_now()))
+    return CollectedStatements(*approvals.read_statements(texts, keyring, datetime.now(UTC)))
 
 
 def publish_statement(
@@ -112,7 +114,7 @@ def publish_statement(
             model_name=registry.model_name,
             model_digest=Verdict.model_validate_json(verdict_text).model_digest,
             actor=ledger.current_actor(layout.root),
-            time=approvals.utc_now().isoformat(timespec="seconds"),
+            time=utc_timestamp(),
             key=signer.fingerprint if isinstance(signer, keys.KeySigner) else None,
             verdict=verdict_text if is_proposal else None,
         )

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 from ratchet.config import units
 from ratchet.config.gate import Gate
 from ratchet.config.train import Train
+from ratchet.config.units import utc_timestamp
 from ratchet.data import token_files
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import (
@@ -120,7 +121,7 @@ def audit(project: Project, version: int | None = None, deployments: Sequence[Pa
         model_name=auditor.registry.model_name,
         version=auditor.champion.version,
         model_digest=auditor.champion.model_digest,
-        time=promotion.utc_now(),
+        time=utc_timestamp(),
         facts=tuple(sorted(auditor.facts, key=lambda fact: SECTIONS.index(fact.section))),
         files=auditor.manifest.file_digests if auditor.manifest is not None else {},
     )

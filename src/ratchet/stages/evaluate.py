@@ -110,7 +110,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
             _add_similarity(loader, part, results, on_progress)
             safety_report, safety_lines = None, safety.Lines()
             if suite:
-                safety_judge = _open_safety_judge(loader, scorer, judge_sessions)
+                safety_judge = _open_safety_judge(loader, judge_sessions)
                 safety_report, safety_lines = safety.score_suite(
                     suite, results, settings.evaluate, scorer, safety_judge, on_progress
                 )
@@ -250,7 +250,7 @@ def _check_rows(settings: Settings, test: TestRows) -> None:
 
 
 def _open_safety_judge(
-    loader: EvaluationModelLoader, scorer: str, sessions: Sequence[judge.JudgeSession]
+    loader: EvaluationModelLoader, sessions: Sequence[judge.JudgeSession]
 ) -> judge.JudgeSession | safety.AnswerClassifier | None:
     """Return the judge or classifier of the safety tests; None for patterns. The models were released before."""
     setting = loader.settings.evaluate.safety.scorer

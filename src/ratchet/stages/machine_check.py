@@ -11,13 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from ratchet.config.extras import DISTRIBUTION
 from ratchet.config.settings import Settings
-from ratchet.config.units import format_bytes, parse_bytes
+from ratchet.config.units import format_bytes, parse_bytes, utc_timestamp
 from ratchet.errors import ReplicaError, SettingsError, UnsuitableMachineError, first_line
 from ratchet.models.memory import capacity
 from ratchet.runs.gpus import GpuInventory, query_gpus
@@ -125,7 +124,7 @@ def check_machine(
         lambda: measure_transfer_speed(ReplicaStore(url or "", limits, lambda: False)),
     )
     report = MachineCheckReport(
-        machine=socket.gethostname(), at=datetime.now(UTC).isoformat(timespec="seconds"), ratchet=version(DISTRIBUTION),
+        machine=socket.gethostname(), at=utc_timestamp(), ratchet=version(DISTRIBUTION),
         findings=findings, admitted=all(finding.ok for finding in findings),
     )  # fmt: skip
     problems = []

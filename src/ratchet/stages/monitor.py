@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ratchet.config.monitor import Monitor
+from ratchet.config.units import utc_timestamp
 from ratchet.data import request_log
 from ratchet.data.prompt_profile import NgramCounts, PromptProfile, count_ngrams
 from ratchet.data.request_log import LoggedRequest
@@ -28,7 +29,6 @@ from ratchet.quality_gate.change_detection import ChangeDetector, Direction
 from ratchet.registry import ledger
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment.release import DeploymentDirectory, Release
-from ratchet.registry.promotion import utc_now
 from ratchet.stages.project import Project
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
@@ -683,7 +683,7 @@ class MonitorSession:
             learning = LEARNED_REQUESTS if is_accepted else 0
             self._tests[name] = self._start(name, learning, self._tests[name].resets + 1)
         actor = ledger.current_actor(self.project.layout.root)
-        entry = MonitorReset(time=utc_now(), actor=actor, reason=reason, tests=names, is_accepted=is_accepted)
+        entry = MonitorReset(time=utc_timestamp(), actor=actor, reason=reason, tests=names, is_accepted=is_accepted)
         self._resets = (*self._resets, entry)
         self.save()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet.config import units
+from ratchet.config.units import describe_failure, utc_timestamp
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
@@ -135,7 +136,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         if registered is None:
             require_model_quota(project, sum(size for _, size in exported.files.values()))
-        actor, time = ledger.current_actor(layout.root), promotion.utc_now()
+        actor, time = ledger.current_actor(layout.root), utc_timestamp()
         approved = _check_approvals(project, registry, options, bundle)
         is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn or approved.missing > 0)
         champion = Champion(
@@ -226,7 +227,7 @@ def rollback(
             )
         (smoke_test or run_smoke_test)(folder)
         intent = PromotionIntent(
-            id=promotion.new_event_id(), time=promotion.utc_now(), action="rollback",
+            id=promotion.new_event_id(), time=utc_timestamp(), action="rollback",
             actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
             champion=champion, alias=alias, previous_version=before.champion.version if before.champion else None,
             decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks, server=registry.server,
@@ -251,8 +252,8 @@ def run_smoke_test(model: Path) -> None:
             f"{model}: did not answer within {SMOKE_TEST_TIMEOUT_S:g} s; the champion is unchanged"
         ) from None
     if done.returncode != 0:
-        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ChampionError(f"{model}: does not load and answer ({last_line}); the champion is unchanged")
+        reason = describe_failure(done.stderr, done.returncode)
+        raise ChampionError(f"{model}: does not load and answer ({reason}); the champion is unchanged")
 
 
 def _build_result(

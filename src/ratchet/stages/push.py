@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ratchet.config.units import format_count
+from ratchet.config.units import format_count, utc_timestamp
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DamagedFileError, DataError, GateError, SettingsError
 from ratchet.models import base_model
 from ratchet.quality_gate.decision import confirm_verdict
-from ratchet.registry import hub_repository, ledger, model_store, promotion, signature
+from ratchet.registry import hub_repository, ledger, model_store, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD, describe_forced
 from ratchet.registry.hub_card import CardMetadata, HubCard
@@ -117,7 +117,7 @@ def push(
         upload = Upload(repository, layout.push, manifest.file_digests, known, options.is_private)
         commit = hub_repository.publish(upload, f"{bundle.run_id}: {options.kind}, model {bundle.model_digest[:12]}")
         line = Push(
-            time=promotion.utc_now(), actor=ledger.current_actor(layout.root), repository=repository,
+            time=utc_timestamp(), actor=ledger.current_actor(layout.root), repository=repository,
             url=commit.url, revision=commit.revision, kind=options.kind, model_digest=bundle.model_digest,
             adapter_digest=bundle.adapter_digest, run_id=bundle.run_id, decision=judgement.decision,
             forced=judgement.forced, files=manifest.file_digests,

@@ -3,7 +3,6 @@
 A path is a sealed directory, a run, a deployment directory or a whole project.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -238,14 +237,14 @@ def _require_run_of_checkpoint(path: Path, spec: dict[str, Any] | None) -> None:
         return  # a checkpoint of format 1
     run = RunPaths(path.parent.parent)
     if spec is None and path.parent == run.checkpoints and run.spec.is_file():
-        spec = _read_json(run.spec)
-    stored = _read_json(identity).get("spec")
+        spec = files.read_json_object(run.spec)
+    stored = files.read_json_object(identity).get("spec")
     identity_of_checkpoint = spec_identity(stored if isinstance(stored, dict) else {})
     if spec is not None and (names := find_differing_keys(identity_of_checkpoint, spec_identity(spec))):
         raise DamagedFileError(f"{identity}: belongs to another run, it differs in {', '.join(names)}")
     if path.parent != run.checkpoints:
         return  # in a result, which contains only the best and the last checkpoint
-    counters = _read_json(state).get("state")
+    counters = files.read_json_object(state).get("state")
     for name in ("best_step", "rollback_step"):
         step = counters.get(name) if isinstance(counters, dict) else None
         if not isinstance(step, int):
@@ -254,23 +253,13 @@ def _require_run_of_checkpoint(path: Path, spec: dict[str, Any] | None) -> None:
             raise DamagedFileError(f"{state}: refers to the checkpoint of step {step}, which does not exist")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path}: unreadable ({error})") from None
-    if not isinstance(value, dict):
-        raise DamagedFileError(f"{path}: not a JSON object")
-    return value
-
-
 def _verify_run(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
     """Check the spec, journal, checkpoints and result of a run, none of which is signed."""
     run = RunPaths(root)
     spec: dict[str, Any] | None = None
     try:
         run.require_known_format()
-        spec = _read_json(run.spec)
+        spec = files.read_json_object(run.spec)
         run_id, name = compute_run_id(spec), root.resolve().name
         if run_id != name and re.fullmatch(f"[0-9a-f]{{{digests.SHORT}}}", name):  # a copy may have any other name
             raise DamagedFileError(f"{run.spec}: is the spec of run {run_id}, not {name}")

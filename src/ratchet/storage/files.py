@@ -212,6 +212,24 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object without NaN. Raises DamagedFileError for other content, and if the file cannot be read."""
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=reject_constant)
+    except OSError as error:
+        raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path}: invalid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{path}: found {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def reject_constant(constant: str) -> Any:
+    """Refuse NaN and Infinity, which Python's JSON reader accepts and RFC 8259 does not: a `parse_constant`."""
+    raise ValueError(f"{constant} is not valid JSON")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON (`json_bytes`), atomically."""
     write_atomic(path, json_bytes(value))

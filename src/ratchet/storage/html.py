@@ -80,7 +80,6 @@ def write(target: Path, text: str) -> None:
     """
     require_writable_target(target)
     try:
-        files.make_directory(target.parent)
         files.write_atomic(target, text)
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise SettingsError(

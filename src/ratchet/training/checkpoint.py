@@ -59,10 +59,10 @@ _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError,
 # Safetensors files.
 
 
-def compute_digest_and_size(tensors: Mapping[str, Tensor], beat: Callable[[], None] = lambda: None) -> tuple[str, int]:
+def compute_digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[str, int]:
     """Return SHA-256 and size in bytes of the file that `write_safetensors` writes for these tensors. Raises TypeError
     if safetensors has no name for a tensor's dtype."""
-    return _hash_blocks(_iterate_blocks(tensors), beat)
+    return _hash_blocks(_iterate_blocks(tensors), lambda: None)
 
 
 def _hash_blocks(blocks: Iterable[files.Block], beat: Callable[[], None]) -> files.Entry:
@@ -75,12 +75,12 @@ def _hash_blocks(blocks: Iterable[files.Block], beat: Callable[[], None]) -> fil
     return sha.hexdigest(), size
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = lambda: None) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a new safetensors file in chunks, and fsync it. The caller makes its name durable.
 
     Equal tensors give equal bytes. The tensors are not copied in memory.
     """
-    files.write_blocks(path, _iterate_blocks(tensors), beat)
+    files.write_blocks(path, _iterate_blocks(tensors))
 
 
 def _iterate_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[bytes | memoryview]]:
@@ -116,11 +116,11 @@ class CheckpointMetadata:
 def read_metadata(path: Path) -> CheckpointMetadata:
     """Read state and identity of a checkpoint. The bytes of the two files are not compared with the manifest. Raises
     DamagedFileError if a file is invalid or has another format."""
-    document = read_json(path / STATE)
+    document = files.read_json_object(path / STATE)
     version = document.get("format", 1)
     if version != FORMAT:
         raise DamagedFileError(f"{path / STATE}: found format {version}; this version reads format {FORMAT} only")
-    identity = read_json(path / IDENTITY)
+    identity = files.read_json_object(path / IDENTITY)
     try:
         state, optimizer_values = _parse_state(document["state"]), document["optimizer"]
         if not isinstance(optimizer_values["groups"], list) or not isinstance(optimizer_values["values"], dict):
@@ -133,23 +133,6 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     if path.name.startswith("step-") and path.name != f"step-{state.step:08d}":
         raise DamagedFileError(f"{path}: contains the state of step {state.step}")
     return CheckpointMetadata(state, optimizer_values, identity)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object without NaN. Raises DamagedFileError for other content, and if the file cannot be read."""
-    try:
-        value = json.loads(path.read_bytes(), parse_constant=_reject_non_finite)
-    except OSError as error:
-        raise DamagedFileError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path}: invalid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise DamagedFileError(f"{path}: found {type(value).__name__}; expected a JSON object")
-    return value
-
-
-def _reject_non_finite(word: str) -> float:
-    raise ValueError(f"{word} is not valid in JSON")
 
 
 def _parse_state(raw: dict[str, Any]) -> TrainState:
@@ -361,7 +344,7 @@ def _refuse_newer(path: Path) -> None:
 
 def _read_format(path: Path) -> int:
     try:
-        version = read_json(path).get("format", 1)
+        version = files.read_json_object(path).get("format", 1)
     except DamagedFileError:
         return 0
     return version if isinstance(version, int) else 0

@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ratchet.config.machine import Machine
+from ratchet.config.units import format_exit_code
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
 from ratchet.runs.fork_server import ForkServer, Program
 from ratchet.runs.gpus import list_visible_gpus
@@ -223,7 +223,7 @@ class WorkerPool:
             return
         if exit_code == InputError.exit_code:
             raise InputError(f"worker {slot.number}: {_last_log_line(slot.log)}")
-        reason = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
+        reason = lost or format_exit_code(exit_code)
         slot.deaths += 1
         if lost:
             slot.losses += 1

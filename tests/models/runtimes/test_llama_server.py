@@ -150,7 +150,7 @@ def test_killed_in_the_middle_of_a_request(path: Path) -> None:
         asking.join(SOON_S)
         assert not asking.is_alive()
     assert [type(one) for one in raised] == [RatchetError]
-    assert "has ended (signal SIGKILL" in str(raised[0])
+    assert "has ended (killed by SIGKILL" in str(raised[0])
     assert "model.gguf: /completion: " in str(raised[0])
     assert str(raised[0]).endswith("; try again")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from ratchet.config.export import GgufType, LlamaCppGgufType
+from ratchet.config.units import format_exit_code
 from ratchet.errors import SettingsError
 from ratchet.storage import files
 
@@ -131,7 +132,7 @@ def _run_tool(tool: Path, command: list[str], further_arguments: list[str], targ
             ) from None
         code = result.returncode
         if code != 0 or not _is_gguf(partial):
-            problem = f"signal {-code}" if code < 0 else f"exit code {code}"
+            problem = format_exit_code(code)
             problem += "" if code else ", but no GGUF file"
             lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
             raise SettingsError(f"{tool}: failed ({problem}): {lines[-1] if lines else 'no output'}")

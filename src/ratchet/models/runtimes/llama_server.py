@@ -13,7 +13,6 @@ import json
 import os
 import re
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.config.units import format_exit_code
 from ratchet.errors import BaseModelError, DamagedFileError, LockHeldError, RatchetError, SettingsError
 from ratchet.models.runtimes import openai_client
 from ratchet.storage.records.export import ExportProbe
@@ -273,7 +273,7 @@ class LlamaServer(LlamaClient):
         except subprocess.TimeoutExpired:
             return super().describe_no_answer(error)
         log_text = "; ".join(self.read_log_tail()[-2:]) or "its log is empty"
-        return f"llama.cpp's server has ended ({_describe_exit(code)}: {log_text})"
+        return f"llama.cpp's server has ended ({format_exit_code(code)}: {log_text})"
 
 
 def start_server(  # noqa: PLR0913 (each is an option of the server)
@@ -359,7 +359,7 @@ def _start_error(path: Path, port: int, code: int, log: Sequence[str]) -> Ratche
         return LockHeldError(f"port {port} of 127.0.0.1 is in use; stop the process that uses it, or set another port")
     if code < 0:
         return RatchetError(
-            f"{path}: llama.cpp ended while loading it ({_describe_exit(code)}: {reason}); check free memory"
+            f"{path}: llama.cpp ended while loading it ({format_exit_code(code)}: {reason}); check free memory"
         )
     if any(text in reason for text in UNSUPPORTED_TEXTS):
         return BaseModelError(f"{path}: {get_version()} cannot run it ({reason}); update it, or export only hf")
@@ -371,10 +371,6 @@ def _start_error(path: Path, port: int, code: int, log: Sequence[str]) -> Ratche
     if not errors:  # llama.cpp logged nothing: Python could not start it
         return RatchetError(f"{path}: llama.cpp could not be started ({reason}); check that xllamacpp is installed")
     return DamagedFileError(f"{path}: llama.cpp cannot load it ({reason}); export it again")
-
-
-def _describe_exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 class LlamaRuntime:

@@ -63,9 +63,9 @@ STREAM_END = "[DONE]"
 CONNECT_TIMEOUT_S = 30.0
 MAX_RESPONSE_BYTES = 64 * 2**20
 POLL_S = 0.05
+"""Seconds between two checks of `stop`."""
 MAX_REASON = 80
 """Maximum number of characters of the reason of a failed attempt that is shown as progress."""
-"""Seconds between two checks of `stop`."""
 KEY_VARIABLE = "RATCHET_ENDPOINT_KEY"
 MAX_LISTED_MODELS = 8
 OPTIONAL_PARAMETERS = ("logprobs", "seed", "top_p", "stream_options")

@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_line
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD
 from ratchet.registry.model_store import BUNDLE, FORCED, artifact_path
-from ratchet.registry.promotion import utc_now
 from ratchet.registry.signature import SIGNATURE
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
@@ -460,7 +460,7 @@ def build_deployment(
         details: `previous_release`, `smoke_test`, `event` and `damage`; see `Deployment`.
     """
     return Deployment(
-        time=utc_now(), action=action, actor=actor, release=release.name, version=release.version,
+        time=utc_timestamp(), action=action, actor=actor, release=release.name, version=release.version,
         model_digest=release.model_digest, artifact_name=release.artifact_name,
         previous_release=details.get("previous_release"), smoke_test=details.get("smoke_test"),
         event=details.get("event"), damage=details.get("damage"), forced=release.forced,

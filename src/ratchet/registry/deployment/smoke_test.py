@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from ratchet.config.units import describe_failure
 from ratchet.errors import ChampionError, DamagedFileError
 from ratchet.models.runtimes import llama_server
 from ratchet.registry.model_store import artifact_path
@@ -33,14 +34,13 @@ _EXTRA_CONTEXT_TOKENS = 8
 _UNCHANGED = "the current release was not changed"
 
 
-def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int | None = None) -> str:
+def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool) -> str:
     """Start a server on the files of a release, check its answers, and stop it.
 
     Args:
         folder: the release.
         artifact: its format, with the verified answers.
         has_dated_prompts: whether the chat template writes the current date, so that today's prompts differ.
-        threads: CPU threads; None: as many as at export.
 
     Returns:
         A summary for the user.
@@ -53,11 +53,10 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bo
         raise DamagedFileError(
             f"{folder}: bundle.json contains no verified answers of {artifact.name}; export and promote again"
         )
-    threads = threads or artifact.threads
     if artifact.kind == "gguf":
-        answers = _ask_llama(folder, artifact, has_dated_prompts, threads)
+        answers = _ask_llama(folder, artifact, has_dated_prompts)
     else:
-        answers = _ask_process(folder, artifact, has_dated_prompts, threads)
+        answers = _ask_process(folder, artifact, has_dated_prompts)
     ties = []
     for probe, answer in zip(artifact.probes, answers, strict=True):
         if tuple(answer) == probe.answer_ids:
@@ -78,11 +77,11 @@ def run_smoke_test(folder: Path, artifact: ExportArtifact, has_dated_prompts: bo
     return "; ".join([summary, *ties])
 
 
-def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int) -> list[tuple[int, ...]]:
+def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool) -> list[tuple[int, ...]]:
     """Ask over HTTP: as a chat, or with the recorded prompt if the chat template writes another date."""
     longest = max(len(probe.prompt_ids) + len(probe.answer_ids) for probe in artifact.probes)
     context_tokens = longest + _EXTRA_CONTEXT_TOKENS
-    with llama_server.start_server(folder / artifact_path(artifact), threads, context_tokens) as server:
+    with llama_server.start_server(folder / artifact_path(artifact), artifact.threads, context_tokens) as server:
         answers = []
         for probe in artifact.probes:
             messages = [{"role": "user", "content": probe.question}]
@@ -95,16 +94,22 @@ def _ask_llama(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, 
         return answers
 
 
-def _ask_process(
-    folder: Path, artifact: ExportArtifact, has_dated_prompts: bool, threads: int
-) -> list[tuple[int, ...]]:
+def _ask_process(folder: Path, artifact: ExportArtifact, has_dated_prompts: bool) -> list[tuple[int, ...]]:
     """Send the recorded prompts to a separate process, and check the prompts that the deployed tokenizer builds."""
     requests = [
         {"question": probe.question, "prompt": probe.prompt_ids, "tokens": len(probe.answer_ids)}
         for probe in artifact.probes
     ]
     path = (folder / artifact_path(artifact)).absolute()
-    command = [sys.executable, "-P", "-m", "ratchet.models.answer_process", str(path), "--threads", str(threads)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ratchet.models.answer_process",
+        str(path),
+        "--threads",
+        str(artifact.threads),
+    ]
     if artifact.kind == "onnx":
         command.append("--onnx")
     environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
@@ -117,7 +122,7 @@ def _ask_process(
     except subprocess.TimeoutExpired:
         raise ChampionError(f"{path}: no answer within {ANSWER_TIMEOUT_S:g} s; {_UNCHANGED}") from None
     if result.returncode != 0:
-        reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        reason = describe_failure(result.stderr, result.returncode)
         raise ChampionError(f"{path}: loading or answering failed ({reason}); {_UNCHANGED}")
     answers = json.loads(result.stdout.splitlines()[-1])
     for probe, answer in zip(artifact.probes, answers, strict=True):

@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, Self
 
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import InterruptedRunError, LeaseHeldError, ReplicaError
 from ratchet.runs.replication.object_storage import ConflictError
 from ratchet.runs.replication.store import ReplicaStore, RunObjectNames, parse_numbers
@@ -175,7 +175,7 @@ class ReplicaLease:
         rendezvous: str | None = None,
     ) -> None:
         self._store, self._names, self._lease_s = store, names, lease_timeout_s
-        since = datetime.now(UTC).isoformat(timespec="seconds")
+        since = utc_timestamp()
         self._record = LeaseRecord(0, node, "released", 0, since, rendezvous)
         self._version: UpdateVersion | None = None
         self._renewed_s = 0.0

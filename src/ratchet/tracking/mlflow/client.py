@@ -143,7 +143,7 @@ class MlflowTracker(Experiment):
         self, run: MlflowRunCallback, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],
         grace_s: float,
     ) -> None:  # fmt: skip
-        """Send what MLflow lacks of the run, then call `log_report` for a stage. A failure of MLflow is only printed.
+        """Send what MLflow lacks of the run, then results of a stage. A failure of MLflow is only printed.
 
         The stage's own output has the metrics too, so nothing is lost: repeat the stage when MLflow is available again.
         The wait for a slow server is at most `grace_s` seconds.

@@ -363,6 +363,21 @@ class Experiment:
         return results
 
 
+def open_experiment(client: Any, name: str) -> str:
+    """Return the id of an experiment, which is created if it does not exist."""
+    from mlflow.exceptions import MlflowException
+
+    if (found := client.get_experiment_by_name(name)) is not None:
+        return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name))
+    except MlflowException as error:  # another person may have created it meanwhile
+        found = client.get_experiment_by_name(name)
+        if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+            raise
+        return str(found.experiment_id)
+
+
 def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
     """Call MLflow's `log_batch`. Repeat the call while another process stores some of the same points.
 

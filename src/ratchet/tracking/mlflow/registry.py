@@ -28,7 +28,7 @@ from ratchet.registry.promotion import EVENT, promotion_tags
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.gate import Champion, Promotion
 from ratchet.tracking.mlflow import model_files, run_logger
-from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
+from ratchet.tracking.mlflow.experiments import MlflowStore, open_experiment, repeat_on_collision
 from ratchet.tracking.mlflow.model_files import DIGEST_TAG
 from ratchet.tracking.mlflow.shared_ledger import SharedLedger
 
@@ -126,7 +126,7 @@ class MlflowModelRegistry:
         """Upload the files, then register the version: a registered version has all of its files."""
         with self._store.connected() as client:
             shared.open_run(client)  # creates the registered model
-            experiment_id = shared.open_experiment(client)
+            experiment_id = open_experiment(client, shared.experiment_name)
             model_id = model_files.upload_model(
                 client, self.where, experiment_id, model_digest, source, f"model-{model_digest[:12]}"
             )

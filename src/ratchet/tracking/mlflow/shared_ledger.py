@@ -22,7 +22,7 @@ from ratchet.errors import ChampionError, SettingsError, TrackingError
 from ratchet.registry import ledger
 from ratchet.storage import digests
 from ratchet.storage.records.gate import Promotion
-from ratchet.tracking.mlflow.experiments import MlflowStore, repeat_on_collision
+from ratchet.tracking.mlflow.experiments import MlflowStore, open_experiment, repeat_on_collision
 
 LEDGER_TAG = "ratchet.ledger"
 """Tag of the registered model with the id of the run that has the ledger."""
@@ -135,7 +135,7 @@ class SharedLedger:
         if (found := self._find_run(client)) is not None:
             return found
         name = f"promotions of {self._model_name}"
-        created = client.create_run(self.open_experiment(client), run_name=name).info.run_id
+        created = client.create_run(open_experiment(client, self.experiment_name), run_name=name).info.run_id
         client.update_run(created, "FINISHED")  # no process works on it; parameters can be added
         try:
             client.create_registered_model(self._model_name, {LEDGER_TAG: created})
@@ -147,20 +147,6 @@ class SharedLedger:
         if run_id is None:
             raise TrackingError(f"{self._store.where}: the registered model {self._model_name} was deleted meanwhile")
         return run_id
-
-    def open_experiment(self, client: Any) -> str:
-        """Return the id of the experiment, which is created if it does not exist."""
-        from mlflow.exceptions import MlflowException
-
-        if (found := client.get_experiment_by_name(self.experiment_name)) is not None:
-            return str(found.experiment_id)
-        try:
-            return str(client.create_experiment(self.experiment_name))
-        except MlflowException as error:  # another person may have created it meanwhile
-            found = client.get_experiment_by_name(self.experiment_name)
-            if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
-                raise
-            return str(found.experiment_id)
 
     def _find_run(self, client: Any) -> str | None:
         models = client.search_registered_models(f"name = '{self._model_name}'")

@@ -30,7 +30,14 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.tracking.mlflow import experiments
 from ratchet.tracking.mlflow.client import MlflowTracker
-from ratchet.tracking.mlflow.experiments import FORBIDDEN, RUN_TAG, WORKSPACE, MlflowStore, find_http_status
+from ratchet.tracking.mlflow.experiments import (
+    FORBIDDEN,
+    RUN_TAG,
+    WORKSPACE,
+    MlflowStore,
+    find_http_status,
+    open_experiment,
+)
 from ratchet.tracking.mlflow.model_files import BYTES_TAG
 from ratchet.tracking.mlflow.shared_ledger import LEDGER_SUFFIX, SharedLedger
 
@@ -219,8 +226,8 @@ class Tenant:
         experiments.write_views(tracker)
         ledger = SharedLedger(self._store, self._settings.promote.model_name)
         ledger.open_run(client)
-        self._open_quota(client)
-        return tracker.id, ledger.open_experiment(client)
+        open_experiment(client, QUOTA_EXPERIMENT)
+        return tracker.id, open_experiment(client, ledger.experiment_name)
 
     def _ensure_roles(self, train_id: str, ledger_id: str) -> dict[Role, int]:
         """Create roles, or add the permissions that they lack. Return their ids."""
@@ -313,14 +320,9 @@ class Tenant:
         """Replace the quota of the tenant."""
         with self._store.connected() as client:
             self._require_workspace(client)
-            experiment_id = self._open_quota(client)
+            experiment_id = open_experiment(client, QUOTA_EXPERIMENT)
             for name, value in ((RUNS_TAG, quota.runs), (DISK_TAG, quota.disk_bytes)):
                 client.set_experiment_tag(experiment_id, name, UNLIMITED if value is None else str(value))
-
-    def _open_quota(self, client: Any) -> str:
-        """Return the id of the experiment with the quota, which is created if it does not exist."""
-        found = client.get_experiment_by_name(QUOTA_EXPERIMENT)
-        return str(found.experiment_id if found is not None else client.create_experiment(QUOTA_EXPERIMENT))
 
     def read_usage(self) -> Usage:
         """Count runs, files of promoted models, and the objects of the project's replica.
