@@ -30,7 +30,6 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
 }
 int nvmlDeviceGetName(void *h, char *text, unsigned length) { snprintf(text, length, "Card %d", INDEX(h)); return 0; }
 int nvmlDeviceGetUUID(void *h, char *text, unsigned length) { snprintf(text, length, "GPU-a%d", INDEX(h)); return 0; }
-int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) { *major = 8; *minor = 9; return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, Memory *m) {
     m->total = 24ULL << 30; m->free = (INDEX(h) ? 10ULL : 23ULL) << 30; m->used = m->total - m->free; return 0;
 }
@@ -38,8 +37,8 @@ int nvmlDeviceGetUtilizationRates(void *h, Rates *r) { r->gpu = 97 * !INDEX(h); 
 int nvmlDeviceGetPowerUsage(void *h, unsigned *milliwatts) { *milliwatts = 512340; return INDEX(h) ? 3 : 0; }
 int nvmlDeviceGetTemperature(void *h, unsigned sensor, unsigned *degrees) { *degrees = 61; return 0; }
 """
-FIRST = GpuReading("Card 0", "8.9", 24 * GIB, 23 * GIB, 0, "GPU-a0", 97, GIB, 512.34, 61)
-SECOND = GpuReading("Card 1", "8.9", 24 * GIB, 10 * GIB, 1, "GPU-a1", 0, 14 * GIB, None, 61)  # without its power
+FIRST = GpuReading("Card 0", 24 * GIB, 23 * GIB, 0, "GPU-a0", 97, GIB, 512.34, 61)
+SECOND = GpuReading("Card 1", 24 * GIB, 10 * GIB, 1, "GPU-a1", 0, 14 * GIB, None, 61)  # without its power
 LOST = GpuReading(index=2)
 
 

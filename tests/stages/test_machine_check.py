@@ -14,7 +14,7 @@ from ratchet.stages.machine_check import RequirementResult, TransferSpeed, check
 
 GB = 10**9
 TWO = GpuInventory(
-    devices=(GpuReading("A", "8.9", 24 * GB, 23 * GB), GpuReading("B", "8.9", 24 * GB, 10 * GB)),
+    devices=(GpuReading("A", 24 * GB, 23 * GB), GpuReading("B", 24 * GB, 10 * GB)),
     cuda="12.6",
     driver="550.54",
 )

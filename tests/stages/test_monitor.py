@@ -253,7 +253,7 @@ def test_lines_that_are_no_request_are_counted_and_named(monitored: Project, tmp
     report = monitor(monitored, [log])
     assert (report.requests, report.unusable) == (3, 6)
     assert [note.split(": ", 1)[1] for note in report.notes[:5]] == [
-        "prompt: found a number; expected a text", "not JSON", "found a list; expected an object",
+        "prompt: found a number; expected text", "not JSON", "found a list; expected an object",
         "found none of the known fields; expected prompt or messages, answer, or id and score",
         "score: outside 0 to 1, the unit of accuracy",
     ]  # fmt: skip

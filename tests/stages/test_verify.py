@@ -155,8 +155,8 @@ OF_A_RUN: dict[str, tuple[Damage, str]] = {
     "journal gone": (lambda run: run.journal.unlink(), r"journal\.jsonl: missing"),
     "spec edited": (lambda run: edit(run.spec, b'"seed": 0', b'"seed": 1'), r"spec\.json: is the spec of run \w+, not"),
     "setting added to the spec": (add_setting, r"spec\.json: is the spec of run \w+, not"),
-    "spec cut": (lambda run: os.truncate(run.spec, 20), r"spec\.json: unreadable"),
-    "spec a list": (lambda run: run.spec.write_text("[]"), r"spec\.json: not a JSON object"),
+    "spec cut": (lambda run: os.truncate(run.spec, 20), r"spec\.json: invalid JSON"),
+    "spec a list": (lambda run: run.spec.write_text("[]"), r"spec\.json: found list; expected a JSON object"),
     "newer version": (
         lambda run: files.write_json(run.format, {"format": 99}),
         r"written by a newer version of ratchet \(format 99",
