@@ -1,6 +1,7 @@
 """`ratchet gate`: the DVC stage that decides whether the model may be promoted."""
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ratchet.cli.output import escape_comment, print_record, print_text, progress_printer
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int | None:
     from ratchet.quality_gate.rules import describe_verdict
     from ratchet.stages.gate import check_verdict, find_verdict, gate, run_aa_test
+    from ratchet.storage.records.gate import read_champion
 
     if arguments.markdown and (arguments.json or arguments.aa):
         raise SettingsError(
@@ -48,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int | None:
         return None if noise.is_within_limits else EXIT_GATE
     if arguments.check:
         verdict = check_verdict(project)
-        print_record(verdict, format_markdown if arguments.markdown else describe_verdict, arguments)
+        is_promoted = read_champion(project.layout.champion).champion_digest == verdict.model_digest
+        describe = format_markdown if arguments.markdown else partial(describe_verdict, is_promoted=is_promoted)
+        print_record(verdict, describe, arguments)
         return None if verdict.decision == "PROMOTE" else EXIT_GATE
     if arguments.markdown:
         print_text(format_markdown(find_verdict(project)))

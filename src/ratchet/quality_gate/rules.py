@@ -173,7 +173,7 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
         change = format_change(comparison.detectable, metric)
         problem = f"{comparison.n} samples cannot detect a loss below {change}"
     elif has_too_few:
-        problem = f"fewer than {comparison.min_units} samples are not reliable"
+        problem = _describe_min_units(comparison)
     else:
         problem = "these samples cannot decide it"
     required = comparison.required_samples
@@ -181,6 +181,10 @@ def _describe_missing_samples(outcome: Outcome, comparison: ModelComparison, met
         required = count_samples_to_decide(comparison)
     required = max(required or 0, comparison.min_units if has_too_few else 0) or None
     return f": {problem}; {_describe_required_samples(required, comparison)}"
+
+
+def _describe_min_units(comparison: ModelComparison) -> str:
+    return f"fewer than {comparison.min_units} samples are not reliable"
 
 
 def count_samples_to_decide(comparison: ModelComparison) -> int | None:
@@ -220,6 +224,7 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
     price = sequential_test.PRICE if pairs.planned is not None else 1.0
     check_bound(rule.margin, "margin", metric, pairs)
     comparisons: tuple[ModelComparison, ...] = ()
+    too_few = ""
     if is_binary(pairs):
         n = count_independent_samples(pairs)
         detectable = statistics.detectable_difference(n / price, plan.discordance, plan.confidence, plan.power)
@@ -232,15 +237,17 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
         against_base = compare_matched(matched, "base", rule.metric, -rule.margin, plan)
         n, detectable = len(pairs.new), against_base.detectable
         required_samples = max(against_base.required_samples or 0, against_base.min_units)
-        has_enough, comparisons = detectable <= rule.margin and not has_too_few_samples(against_base), (against_base,)
+        comparisons = (against_base,)
+        too_few = _describe_min_units(against_base) if has_too_few_samples(against_base) else ""
+        has_enough = detectable <= rule.margin and not too_few
     text = f"{rule.metric}: {reason}, so there is no comparison; "
     margin = format_change(rule.margin, metric)
     change = format_change(detectable, metric)
     if has_enough:
         text += f"{n} samples detect a loss of {change}, and the allowed loss is {margin}"
     else:
-        text += f"{n} samples cannot detect a loss below {change}, and the allowed loss is {margin}, "
-        text += f"so a later model could not be compared with this one; {_describe_required_rows(required_samples)}"
+        problem = f"{n} samples cannot detect a loss below {change}, and the allowed loss is {margin}"
+        text += f"{problem if detectable > rule.margin else too_few}, so a later model could not be compared with this one; {_describe_required_rows(required_samples)}"
     return RuleResult(
         rule=rule.rule,
         metric=rule.metric,
@@ -368,7 +375,10 @@ def _apply_must_improve(context: RuleContext, rule: MustImproveRule, claims: Seq
     if outcome == "undecided":
         counts = [(count_samples_to_decide(comparison), comparison) for _, comparison in claims]
         count, closest = min(counts, key=lambda found: found[0] or math.inf)
-        text += f": these samples cannot decide it; {_describe_required_samples(count, closest)}"
+        is_reliable = not has_too_few_samples(closest)
+        problem = "these samples cannot decide it" if is_reliable else _describe_min_units(closest)
+        needed = count if is_reliable else max(count or 0, closest.min_units)
+        text += f": {problem}; {_describe_required_samples(needed, closest)}"
         text += " if the difference stays the same" if count else ""
     return RuleResult(
         rule=rule.rule,
@@ -771,11 +781,16 @@ def check_noise(evidence: GateEvidence, name: str, bound: float) -> None:
 # Text of verdicts, comparisons and values.
 
 
-def describe_verdict(verdict: Verdict) -> str:
-    """Format a verdict for the terminal: the decision, then one line per rule."""
+def describe_verdict(verdict: Verdict, is_promoted: bool = False) -> str:
+    """Format a verdict for the terminal: the decision, then one line per rule.
+
+    `is_promoted`: the model has become the champion since.
+    """
     head = f"{verdict.decision}: model {verdict.model_digest[:SHORT]}, run {verdict.run_id}"
     if verdict.is_champion:
         head += " (already the champion)"
+    elif is_promoted:
+        head += " (now the champion)"
     elif verdict.decision == "PROMOTE":
         head += "; run `ratchet promote` to make it the champion"
     lines = [f"  {OUTCOME_LABELS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]

@@ -139,7 +139,9 @@ class ProjectLayout:
 
     @classmethod
     def find(cls, start: Path) -> "ProjectLayout":
-        """Find the project that contains the folder `start`. Raises ProjectError if there is none."""
+        """Find the project that contains the folder `start`. Raises ProjectError if there is no such folder or project."""
+        if not start.is_dir():
+            raise ProjectError(f"{start}: no such directory; expected the folder of a project, or a folder inside it")
         start = start.resolve()
         for folder in (start, *start.parents):
             if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
