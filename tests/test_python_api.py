@@ -111,6 +111,8 @@ def test_an_override_changes_the_settings_of_one_call(
     assert project.settings.train.rank == tiny_project.TRAIN.rank
     both = changed.with_overrides({"train.seed": 9}).settings.train
     assert (both.rank, both.seed) == (2, 9)
+    numbers = project.with_overrides({"train.rank": np.int64(2), "train.learning_rate": np.float64(0.5)}).settings.train
+    assert (numbers.rank, numbers.learning_rate) == (2, 0.5)
     with pytest.raises(errors.SettingsError, match=r"^override train.rank: found 'two'"):
         ratchet.train(project, overrides={"train.rank": "two"})
 
@@ -152,6 +154,13 @@ def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None
     ):
         with pytest.raises(errors.SettingsError, match=message):
             call()
+    for path in (None, 5):
+        with pytest.raises(errors.SettingsError, match="expected the path of a directory"):
+            ratchet.Project(path)  # type: ignore[arg-type]
+    with pytest.raises(errors.SettingsError, match=r"ratchet\.init: directory: found None"):
+        ratchet.init(None, None)  # type: ignore[arg-type]
+    with pytest.raises(errors.ProjectError, match="nowhere: no such directory"):
+        ratchet.Project(project.root / "nowhere")
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'project'"):
         ratchet.sweep()
     with pytest.raises(errors.DataError, match="no study sweep in"):
@@ -202,6 +211,8 @@ def test_overrides_are_refused_where_they_would_be_ignored(trained: tuple[Any, .
 def test_names_to_compare_may_be_too_few(trained: tuple[Any, ...]) -> None:
     with pytest.raises(errors.SettingsError, match="found no names; name two or more runs"):
         ratchet.compare(trained[0], [])
+    with pytest.raises(errors.SettingsError, match=rf"^{trained[1].id}: name two or more"):
+        ratchet.compare(trained[0], [trained[1]])
 
 
 @pytest.mark.long

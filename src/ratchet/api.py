@@ -20,7 +20,7 @@ from ratchet.runs import directory
 from ratchet.runs.callbacks import RunCallback
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.run import Run
-from ratchet.stages.init import init
+from ratchet.stages import init as init_stage
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
@@ -68,6 +68,9 @@ def _public(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
 
     return checked_function
+
+
+init = _public(init_stage.init)
 
 
 @_public
@@ -262,11 +265,12 @@ def chat(project: Project, model: str = "adapter", on_progress: Progress = ignor
 
 
 @_public
-def compare(project: Project, names: Sequence[str], output: str | Path | None = None) -> "CompareResult":
+def compare(project: Project, names: Sequence[str | Run], output: str | Path | None = None) -> "CompareResult":
     """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
 
-    return stage.compare(project, names, None if output is None else Path(output))
+    texts = [name.id if isinstance(name, Run) else name for name in names]
+    return stage.compare(project, texts, None if output is None else Path(output))
 
 
 @_public

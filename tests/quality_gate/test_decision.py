@@ -218,6 +218,18 @@ def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) 
         assert files.json_bytes(verdict.model_dump(mode="json"))
 
 
+def test_too_few_samples_are_named_as_the_reason() -> None:
+    """Twelve precise losses could detect a loss of the margin, but too few samples are not reliable."""
+    models = against(spread(1.0, 12, noise=0.001), spread(2.0, 12, noise=0.001), name="answer_loss")
+    improve = MustImproveRule(rule="must_improve", metric="answer_loss")
+    for rule in (KEEP_LOSS, improve):
+        found = reason(rule, evidence(models))
+        assert found.outcome == "undecided"
+        assert "fewer than 20 samples are not reliable" in found.text
+        assert "about 20 test rows are required" in found.text
+        assert "cannot detect" not in found.text
+
+
 def test_groups_are_no_independent_samples() -> None:
     """One of 20 groups of the 400 rows becomes wrong: as single rows they pass, as groups they are undecided."""
     old = right(200, 400)

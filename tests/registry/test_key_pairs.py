@@ -100,6 +100,10 @@ def test_a_key_from_elsewhere_signs_once_the_project_trusts_it(
 def test_the_first_named_key_is_trusted(
     project: ProjectLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(keys.KEY_VARIABLE, "-----BEGIN PRIVATE KEY-----\nsecret")
+    with pytest.raises(SettingsError, match="found the text of a key; expected the path of a file") as raised:
+        keys.load_signer(project)
+    assert "secret" not in str(raised.value)
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private_file(tmp_path / "ours.pem")))
     assert keys.describe_signer(project).startswith("trust the key in ")
     told = keys.load_signer(project).notice

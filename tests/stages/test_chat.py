@@ -61,7 +61,11 @@ def test_a_program_has_a_conversation(layout: ProjectLayout) -> None:
     with served(echo) as server, ratchet.chat(project, server.url, notices.append) as talk:
         assert [talk.ask("one"), talk.ask("two")] == ["You said: one", "You said: two"]
         roles = [message["role"] for message in server.got[-1]["messages"]]
+        with pytest.raises(SettingsError, match="found None; expected a string"):
+            talk.ask(None)  # type: ignore[arg-type]
     assert roles == ["user", "assistant", "user"]
+    with pytest.raises(SettingsError, match="the chat is closed"):
+        talk.ask("three")
     assert notices == []
     with served(error(400, "no")) as server, ratchet.chat(project, server.url) as talk, pytest.raises(EndpointError):
         talk.ask("one")
@@ -279,3 +283,10 @@ def test_the_command_line_takes_questions_from_standard_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     assert main([*command, "gone"]) == 2
     assert "no such model" in capsys.readouterr().err
+    with served(echo) as server:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+        assert main([*command, server.url]) == 0
+        assert "/reset" in capsys.readouterr().out
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a \udcff b\n"))
+        assert main([*command, server.url]) == 2
+        assert "the question is not UTF-8" in capsys.readouterr().err

@@ -108,6 +108,7 @@ def test_the_columns_of_pairs_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ('{"prompt": "a", "response": "b"}\n' * 9, r"9 usable rows with 1 prompt leave split \w+ empty"),
         ('{"a": 1\n', r"0 usable rows .*; first unusable row: .*rows\.jsonl:1: not JSON \(.*"),
         ('{"prompt": "a", "response": ""}\n', r"0 usable rows .*; first unusable row: .*rows\.jsonl:1: empty answer"),
     ],
@@ -117,3 +118,13 @@ def test_rows_that_cannot_be_used_are_refused_with_the_first_reason(tmp_path: Pa
     with pytest.raises(DataError, match=said):
         init.init(tmp_path / "project", tmp_path / "rows.jsonl")
     assert not (tmp_path / "project").exists()
+
+
+def test_rows_that_prepare_will_refuse_are_a_warning(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"is {n} even", "response": f"yes {n}"}) for n in range(60)]
+    rows[2] = rows[40] = '{"prompt": '
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    [warning] = init.init(tmp_path / "project", tmp_path / "rows.jsonl").warnings
+    assert warning.startswith("2 of 60 rows are malformed (at most 0.01 of all rows may be), first ")
+    assert "rows.jsonl:3: not JSON" in warning
+    assert warning.endswith("; fix the rows, or set prepare.limits.malformed")

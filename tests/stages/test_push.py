@@ -202,6 +202,10 @@ def test_a_verdict_that_todays_rules_do_not_give_does_not_count(layout: ProjectL
     )
     with pytest.raises(GateError, match="has PROMOTE, but the current rules"):
         pushed(layout, settings=stricter)
+    pushed(layout, PushOptions(force=True, reason="urgent"), settings=stricter)
+    card = hub.repositories[REPOSITORY].files["README.md"].decode()
+    assert "despite the lack of a current verdict about this adapter: urgent" in card
+    assert "| Decision of the gate | none |" in card
 
 
 def test_a_verdict_about_another_adapter_does_not_count(layout: ProjectLayout, hub: Hub) -> None:
@@ -211,9 +215,8 @@ def test_a_verdict_about_another_adapter_does_not_count(layout: ProjectLayout, h
     with pytest.raises(GateError, match="is not about adapter"):
         pushed(layout)
     pushed(layout, PushOptions(force=True, reason="for a demonstration"))
-    assert (
-        "despite the lack of a verdict about this adapter" in hub.repositories[REPOSITORY].files["README.md"].decode()
-    )
+    card = hub.repositories[REPOSITORY].files["README.md"].decode()
+    assert "despite the lack of a current verdict about this adapter" in card
 
 
 def test_a_champion_is_pushed_and_a_withdrawn_one_is_not(layout: ProjectLayout, hub: Hub) -> None:

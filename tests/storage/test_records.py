@@ -6,6 +6,7 @@ import pytest
 
 from ratchet.errors import DamagedFileError
 from ratchet.storage.records import base
+from ratchet.storage.records.gate import Verdict
 
 
 def test_every_json_text_round_trips(tmp_path: Path) -> None:
@@ -31,3 +32,9 @@ def test_unreadable_lines_raise_damaged_file_error(tmp_path: Path, content: byte
         path.write_bytes(content)
     with pytest.raises(DamagedFileError, match=says):
         base.read_lines(path)
+
+
+def test_a_deeply_nested_record_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "verdict.json").write_text("[" * 200_000)
+    with pytest.raises(DamagedFileError, match=r"verdict.json: not a Verdict \(maximum recursion depth exceeded"):
+        Verdict.load(tmp_path / "verdict.json")

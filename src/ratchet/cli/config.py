@@ -32,7 +32,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     overrides = parse_set_options(arguments)
     layout = open_project_or_defaults(arguments.project, overrides)[0]
-    print_record(config(layout, arguments.name, overrides), format_config, arguments)
+    print_record(
+        config(layout, arguments.name, overrides),
+        lambda report: format_config(report) + ("" if layout else "\nno project here, so these are the defaults"),
+        arguments,
+    )
 
 
 def format_config(report: "ConfigReport") -> str:

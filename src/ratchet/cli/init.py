@@ -69,4 +69,5 @@ def format_init(result: "InitResult") -> str:
         f"{result.directory}: {result.rows} rows{unusable}, read as {result.schema_name}; "
         f"{kinds[result.task]} (prepare.task)"
     )
-    return "\n".join([found, *lines, f"  next: cd {directory} && dvc repro"])
+    warnings = [f"  warning: {text}" for text in result.warnings]
+    return "\n".join([found, *warnings, *lines, f"  next: cd {directory} && dvc repro"])

@@ -5,8 +5,9 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
@@ -297,7 +298,7 @@ def _override(sections: dict[str, Any], name: str, value: Any, label: str) -> No
         sections = sections.setdefault(key, {})
         if not isinstance(sections, dict):
             raise SettingsError(f"{label}: unknown setting; {key} is not a section")
-    sections[keys[-1]] = value
+    sections[keys[-1]] = _convert_to_builtin(value)
 
 
 def _find_variables(variables: Mapping[str, Any]) -> dict[str, str]:
@@ -326,13 +327,17 @@ def _is_caused_by(item: dict[str, Any], key: str) -> bool:
 
 
 def _convert_to_builtin(node: Any) -> Any:
-    """Convert ruamel's containers and scalars to built-in types, because pydantic's strict mode requires them."""
+    """Convert ruamel's containers and scalars, and those of overrides (numpy's numbers, paths), to built-in types,
+    because pydantic's strict mode requires them."""
     if isinstance(node, CommentedMap):
         return {str(key): _convert_to_builtin(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
         return [_convert_to_builtin(value) for value in node]
-    for kind in (bool, int, float, str):
-        if isinstance(node, kind):
+    kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+        (bool, bool), (Integral, int), (Real, float), (str, str), (PurePath, str),
+    )  # fmt: skip
+    for abstract, kind in kinds:
+        if isinstance(node, abstract):
             return kind(node)
     return node
 

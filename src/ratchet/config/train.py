@@ -211,7 +211,7 @@ class Train(Section):
     """Dropout probability on the input of the LoRA matrices."""
     target_modules: str | Annotated[Names, Field(min_length=1)] = "all"
     """Layers with an adapter: `attention`, `mlp`, `all` (both), a list of module names, or a regular expression."""
-    epochs: Positive = 3
+    epochs: Annotated[Positive, Field(le=1e6)] = 3
     """Passes over the training rows; may be a fraction."""
     batch_size: PositiveCount = 32
     """Rows (packs, if packed) per optimizer step over all devices, independent of the micro-batch size."""

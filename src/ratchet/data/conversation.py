@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratchet.config.prepare import DropReason
+
 IGNORE_INDEX = -100
 """Label of a position that is not trained on (the default `ignore_index` of torch's cross entropy)."""
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -119,7 +121,7 @@ class SourceRow:
     """Fields of the record, for grouping, stratification and balancing."""
 
 
-def missing_part_reason(row: SourceRow) -> str | None:
+def missing_part_reason(row: SourceRow) -> DropReason | None:
     """Return the reason to drop a row that has no prompt, no answer, or two equal answers; None if it is complete."""
     conversation = row.conversation
     if not conversation.prompt.strip():

@@ -116,11 +116,14 @@ def run(  # noqa: PLR0913, PLR0917 (the model, the tasks and where they are, and
     return results
 
 
-def read_documents(names: Sequence[str], root: Path, tasks_dir: Path, excluded_folder: Path) -> dict[str, list[str]]:
+def read_documents(
+    setting: str, names: Sequence[str], root: Path, tasks_dir: Path, excluded_folder: Path
+) -> dict[str, list[str]]:
     """Return, by task, the texts of every document of the named tasks in `tasks_dir`, joined.
 
     Tasks with data files in `excluded_folder` (the project's own test rows) are left out. Paths of data files in the
-    tasks are relative to `root`. Raises SettingsError if a task is not defined, or its data are missing.
+    tasks are relative to `root`. Raises SettingsError if a task is not defined, or its data are missing; the message
+    names the setting that lists the tasks.
     """
     folder = re.escape(f"{excluded_folder.relative_to(root).as_posix()}/")
     # Matches the folder as a YAML value, not in a comment.
@@ -129,7 +132,7 @@ def read_documents(names: Sequence[str], root: Path, tasks_dir: Path, excluded_f
     included = [name for name in names if not uses_folder.search(texts.get(name, ""))]
     if not included:
         return {}
-    loader = _HarnessTaskLoader("prepare.leakage.tasks", tasks_dir)
+    loader = _HarnessTaskLoader(setting, tasks_dir)
     with contextlib.chdir(root):
         # The documents, not the prompts: the instruction of a task in every prompt is not leakage.
         return {

@@ -385,7 +385,11 @@ def own_fingerprint(layout: ProjectLayout) -> str | None:
 
 def _private_key_path(layout: ProjectLayout) -> Path | None:
     """Return the path of the private key; None if the project has no private key and KEY_VARIABLE is not set."""
-    named = os.environ.get(KEY_VARIABLE)
+    named = os.environ.get(KEY_VARIABLE, "")
+    if named.lstrip().startswith("-----BEGIN"):
+        raise SettingsError(
+            f"{KEY_VARIABLE}: found the text of a key; expected the path of a file with it, which only you can read"
+        )
     if named:
         return Path(named).expanduser()
     return layout.private_key if layout.private_key.exists() else None

@@ -37,6 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from ratchet.config.fields import MAX_INTEGER
 from ratchet.errors import DataError, StorageError, first_line
 from ratchet.storage.databases import prepare_postgres, prepare_sqlite
 from ratchet.storage.layout import ProjectLayout
@@ -236,7 +237,7 @@ class JobQueue:
             return connection.execute(update(JOBS).where(is_held).values(values)).rowcount == 1
 
     def _change(self, number: int, states: tuple[JobState, ...], **values: Any) -> Job:
-        is_meant = and_(JOBS.c.id == number, JOBS.c.queue == self.name)
+        is_meant = and_(JOBS.c.id == min(number, MAX_INTEGER), JOBS.c.queue == self.name)
         with self._begin() as connection:
             query = update(JOBS).where(is_meant, JOBS.c.state.in_(states)).values(values).returning(JOBS)
             if (row := connection.execute(query).one_or_none()) is not None:

@@ -128,6 +128,7 @@ class Chat:
                 on_progress(data["text"])
 
         self._session = ChatSession(project.settings)
+        self._is_closed = False
         self._backend = _open_model(project, model, BackendCallbacks(lambda: None, forward_notice, lambda _: None))
 
     def ask(self, text: str) -> str:
@@ -135,8 +136,13 @@ class Chat:
 
         Raises:
             DataError: the conversation with this message does not fit the model's context; it was not asked.
+            SettingsError: the chat is closed, or `text` is not a string.
             RatchetError: the model does not answer.
         """
+        if not isinstance(text, str):
+            raise SettingsError(f"Chat.ask: found {text!r}; expected a string")
+        if self._is_closed:
+            raise SettingsError("Chat.ask: the chat is closed; begin another one with ratchet.chat")
         partial = PartialAnswer()
         with closing(self._backend.stream(self._session.ask(text), True)) as stream:
             for item in stream:
@@ -151,6 +157,7 @@ class Chat:
 
     def close(self) -> None:
         """Release the model's memory."""
+        self._is_closed = True
         self._backend.close()
 
     def __enter__(self) -> "Chat":
@@ -275,6 +282,9 @@ class _ChatLoop:
                 return
             if text.strip() == "/quit":
                 return
+            if any("\udc80" <= character <= "\udcff" for character in text):  # bytes that Python could not decode
+                self._fail(DataError("the question is not UTF-8; convert it"))
+                continue
             if text.startswith("//"):
                 self._ask(self._session.ask(text[1:]))
             elif text.startswith("/"):
@@ -286,7 +296,7 @@ class _ChatLoop:
     def _run_command(self, word: str, rest: str) -> None:
         session = self._session
         if word == "/help":
-            self._print_note(HELP)
+            self._page.note(HELP)
         elif word == "/reset":
             session.reset()
             self._print_note("new conversation")

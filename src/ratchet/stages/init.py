@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Rule,
 )
-from ratchet.config.prepare import Prepare
+from ratchet.config.prepare import DropReason, Prepare
 from ratchet.config.promote import Promote
 from ratchet.config.settings import Settings
 from ratchet.config.sweep import ObjectiveSettings, Sweep
 from ratchet.config.train import Objective, Train
+from ratchet.config.units import format_count
 from ratchet.data import splits
 from ratchet.data.conversation import MalformedRecord, missing_part_reason
 from ratchet.data.sources import SourceReader
@@ -90,6 +91,12 @@ class InitDataSummary:
 
     responses: Counter[str] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
+    prompts: set[int] = field(default_factory=set)
+    """Hashes of the different prompts."""
+    refused: Counter[DropReason] = field(default_factory=Counter)
+    """Number of unusable rows by reason."""
+    first_refused: dict[DropReason, str] = field(default_factory=dict)
+    """Place of the first unusable row, with an explanation."""
     conversations: int = 0
     """Number of rows with more than one user message."""
     pairs: int = 0
@@ -104,6 +111,11 @@ class InitDataSummary:
     @property
     def rows(self) -> int:
         return self.responses.total()
+
+    def add_refused(self, reason: DropReason, explanation: str) -> None:
+        """Count an unusable row."""
+        self.refused[reason] += 1
+        self.first_refused.setdefault(reason, explanation)
 
     @property
     def has_preferences(self) -> bool:
@@ -136,6 +148,8 @@ class InitResult(Record):
     base: str
     key: str
     """Beginning of the signing key's fingerprint."""
+    warnings: tuple[str, ...] = ()
+    """Reasons for which `ratchet prepare` will refuse the rows."""
 
 
 def init(  # noqa: PLR0913 (keyword arguments of a public function)
@@ -226,6 +240,7 @@ def init(  # noqa: PLR0913 (keyword arguments of a public function)
         objective=settings.train.objective,
         base=settings.base.source,
         key=key.fingerprint[:SHOWN_DIGITS],
+        warnings=tuple(_list_exceeded_limits(summary, settings.prepare)),
     )
 
 
@@ -287,25 +302,38 @@ def _summarize_data(reader: SourceReader, prepare: Prepare) -> InitDataSummary:
             f"{source}: the rows are answers that `ratchet select` selected, which are only trained on; create the "
             "project from rows of other origin, then add this file and its card to data/raw and prepare.sources"
         )
-    problem = ""
     for row in reader.rows():
         summary.all_rows += 1
         if isinstance(row, MalformedRecord):
-            problem = problem or f"; first unusable row: {row.where}: {row.detail}"
+            summary.add_refused("malformed", f"{row.where}: {row.detail}")
         elif reason := missing_part_reason(row):
-            problem = problem or f"; first unusable row: {row.where}: {reason.replace('_', ' ')}"
+            summary.add_refused(reason, f"{row.where}: {reason.replace('_', ' ')}")
         else:
+            summary.prompts.add(hash(splits.normalize_text(row.conversation.prompt)))
             summary.responses[row.conversation.response] += 1
             summary.splits[splits.assign_split(row.conversation.prompt, prepare.split)] += 1
             summary.pairs += row.conversation.rejected is not None
             summary.labelled += row.conversation.is_desirable is not None
             summary.conversations += sum(message["role"] == "user" for message in row.conversation.messages) > 1
     if empty := [split for split in splits.SPLITS if not summary.splits[split]]:
+        problem = next((f"; first unusable row: {first}" for first in summary.first_refused.values()), "")
         raise DataError(
-            f"{source}: {summary.rows} usable rows leave split {empty[0]} empty; more rows are needed{problem}"
+            f"{source}: {format_count(summary.rows, 'usable row')} with {format_count(len(summary.prompts), 'prompt')} "
+            f"leave split {empty[0]} empty; more rows with other prompts are needed{problem}"
         )
     summary.schema_name = reader.schema_descriptions[0]
     return summary
+
+
+def _list_exceeded_limits(summary: InitDataSummary, prepare: Prepare) -> Iterator[str]:
+    """Yield a warning for each reason with more unusable rows than its limit allows."""
+    for reason, count in summary.refused.items():
+        limit = prepare.drop_limits[reason]
+        if limit is not None and count > limit * summary.all_rows:
+            yield (
+                f"{count:,} of {summary.all_rows:,} rows are {reason} (at most {limit:.3g} of all rows may be), first "
+                f"{summary.first_refused[reason]}; fix the rows, or set prepare.limits.{reason}"
+            )
 
 
 def _write_files(layout: ProjectLayout, params: str, settings: Settings) -> None:

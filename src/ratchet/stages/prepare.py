@@ -101,9 +101,11 @@ def _note_long_rows(card: DatasetCard, path: Path) -> Iterator[str]:
 def _load_benchmarks(layout: ProjectLayout, settings: Settings) -> BenchmarkIndex | None:
     """Load the evaluation sets that the settings name, except tasks over the project's own test rows."""
     leakage = settings.prepare.leakage
-    names = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
+    evaluated = tuple(task for task in settings.evaluate.harness.tasks if task not in leakage.tasks)
+    documents: dict[str, list[str]] = {}
     with token_files.use_fresh_cache():
-        documents = harness.read_documents(names, layout.root, layout.tasks, excluded_folder=layout.data)
+        for setting, names in (("prepare.leakage.tasks", leakage.tasks), ("evaluate.harness.tasks", evaluated)):
+            documents |= harness.read_documents(setting, names, layout.root, layout.tasks, excluded_folder=layout.data)
     documents |= sources.read_evaluation_sets(layout.root, leakage.files) if leakage.files else {}
     return BenchmarkIndex(documents, leakage.ngram_words) if documents else None
 
@@ -146,9 +148,12 @@ def _check_splits(settings: Prepare, ingestion: RowIngestion, selection: RowSele
     if empty := [name for name, size in sizes.items() if not size]:
         counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
         reasons = "".join(f"; dropped {d.count}: {r} ({d.examples[0]})" for r, d in ledger.dropped.items())
+        remedies = ["add rows"] if empty[0] == "train" else ["add rows", f"raise prepare.split.{empty[0]}"]
+        if "too_long" in ledger.dropped:
+            remedies.append("raise prepare.max_tokens or change prepare.too_long")
         raise DataError(
             f"prepare.split: {ledger.rows_in} rows give {counts} rows, and {empty[0]} needs at least one{reasons}: "
-            "add rows, raise its fraction, or fix the dropped rows"
+            f"{', '.join(remedies)}, or fix the dropped rows"
         )
     if settings.task == "labels" and len(ingestion.label_names) > LABEL_LIMIT:
         raise DataError(

@@ -34,6 +34,8 @@ class Project:
     """
 
     def __init__(self, path: str | Path = ".", overrides: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise SettingsError(f"Project: found {path!r}; expected the path of a directory")
         from ratchet.config import params_file  # loads pydantic, which takes 0.1 s that `ratchet --help` saves
 
         self.layout = ProjectLayout.find(Path(path))

@@ -100,6 +100,8 @@ def push(
         sources = _collect_files(layout, bundle, options.kind, repository.rsplit("/", 1)[-1], exported)
         earlier = _read_pushes(layout)
         signer = signature.load_signer(layout, project.settings)
+        if signer.notice:
+            on_progress(signer.notice)
         if bundle.lineage is None:
             raise DataError(f"{layout.bundle}: was written by an earlier version; run `dvc repro -f export`")
         analysis = layout.train / "analysis.json"
@@ -150,9 +152,14 @@ def _judge(project: Project, bundle: ModelBundle, reason: str | None) -> _Judgem
     promotions = [entry for entry in own if entry.action == "promote"]
     if is_champion and promotions:
         decision = promotions[-1].decision  # a champion's later verdicts only compare it with itself
-    elif verdict is not None and decision == "PROMOTE" and reason is None:
+    elif verdict is not None and decision == "PROMOTE":
         tasks = fingerprint_tasks(project.settings.evaluate.harness.tasks, layout.root, layout.tasks)
-        confirm_verdict(layout, project.settings, tasks, verdict)
+        try:
+            confirm_verdict(layout, project.settings, tasks, verdict)
+        except GateError:
+            if reason is None:
+                raise
+            decision = None
     if decision == "PROMOTE" and withdrawal is None:
         return _Judgement(decision, None)
     if reason is not None:

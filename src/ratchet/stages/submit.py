@@ -16,6 +16,9 @@ from ratchet.stages.team import require_run_quota
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 
+MAX_NUMBER = 1_000_000
+"""Greatest number of attempts, and greatest priority."""
+
 
 class SubmittedJob(Record):
     """A job that was added to the queue."""
@@ -74,8 +77,10 @@ def submit(
             raise SettingsError(
                 f"--set {name}: section machine is that of the worker; set it in its params.yaml or environment"
             )
-    if max_attempts < 1:
-        raise SettingsError(f"--attempts {max_attempts}: expected at least 1")
+    if not 1 <= max_attempts <= MAX_NUMBER:
+        raise SettingsError(f"--attempts {max_attempts}: expected 1 to {MAX_NUMBER}")
+    if abs(priority) > MAX_NUMBER:
+        raise SettingsError(f"--priority {priority}: expected -{MAX_NUMBER} to {MAX_NUMBER}")
     commit = None if revision is None else _resolve_commit(project.layout, revision)
     if commit is None:
         text, name = project.layout.params.read_text(encoding="utf-8"), "params.yaml"

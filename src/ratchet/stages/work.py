@@ -6,6 +6,7 @@ other data or bases do not touch the outputs of the project. Runs, scores and ML
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -97,7 +98,7 @@ def work(
         on_idle: command to run then, such as the call that ends a rented machine.
 
     Raises:
-        SettingsError: `on_idle` is no command.
+        SettingsError: `on_idle` is no command, or `exit_when_idle_s` is not a number of seconds.
         InterruptedRunError: stopped on request; the job is in the queue again.
         RunFailedError: several jobs in a row failed here, or `on_idle` failed.
         StorageError: the database has not answered for machine.storage_timeout_s.
@@ -105,6 +106,8 @@ def work(
     command = _parse_command(on_idle)
     if command and exit_when_idle_s is None:
         raise SettingsError("--on-idle: found without --exit-when-idle; give both")
+    if exit_when_idle_s is not None and not 0 <= exit_when_idle_s < math.inf:
+        raise SettingsError(f"--exit-when-idle {exit_when_idle_s:g}: expected seconds >= 0")
     worker = _QueueWorker(project, on_progress)
     with worker.stop.installed():
         worker.run(exit_when_idle_s)

@@ -41,7 +41,7 @@ class Record(BaseModel):
             stage = STAGES_BY_FOLDER.get(path.parent.name)
             remedy = f"; run the stage that writes it (`dvc repro {stage}`)" if stage else ""
             raise DataError(f"{path}: not found{remedy}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             cause = _describe_problems(error) if isinstance(error, ValidationError) else str(error)
             raise DamagedFileError(f"{path}: not a {cls.__name__} ({cause}); create it again") from None
 

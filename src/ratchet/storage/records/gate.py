@@ -117,7 +117,7 @@ class PromotionApprovals(Record):
 def describe_overridden(decision: Decision | None) -> str:
     """Describe what a forced promotion or push overrides. If the decision is PROMOTE, the model was rolled back."""
     if decision is None:
-        return "the lack of a verdict about this adapter"
+        return "the lack of a current verdict about this adapter"
     return "a rollback of this model" if decision == "PROMOTE" else f"the gate's decision {decision}"
 
 
