@@ -207,6 +207,8 @@ def _locate_invalid_utf8(path: Path, name: str) -> tuple[int, int]:
 
 # ----- JSON
 
+_TOO_DEEP = "lists or objects are nested too deeply"
+
 
 def type_name(value: Any) -> str:
     """Return the name of a value's JSON type, for messages."""
@@ -243,7 +245,9 @@ def _read_jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                 record = _require_object(where, value)
             except json.JSONDecodeError as error:
                 record = MalformedRecord(where, f"not JSON ({error.msg} at character {error.pos + 1})")
-            except (ValueError, RecursionError) as error:  # NaN, or thousands of digits or brackets
+            except RecursionError:
+                record = MalformedRecord(where, _TOO_DEEP)
+            except ValueError as error:  # NaN, or thousands of digits
                 record = MalformedRecord(where, f"not JSON ({error})")
             if not seen_first_value and text[0] == "[":
                 raise DataError(
@@ -306,8 +310,8 @@ def _read_json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
         remaining = len(window.text) - window.position
         reason = f"{error.msg}, or an object over {_MAX_RECORD_TEXT}" if remaining > MAX_RECORD_BYTES else error.msg
         raise DataError(f"{name}:{window.line(error.pos)}: not JSON ({reason}); fix the file") from None
-    except RecursionError as error:
-        raise DataError(f"{name}:{window.line(window.position)}: not JSON ({error}); fix the file") from None
+    except RecursionError:
+        raise DataError(f"{name}:{window.line(window.position)}: {_TOO_DEEP}; fix the file") from None
 
 
 def _iterate_elements(window: _JsonWindow, name: str) -> Iterator[Record]:

@@ -360,6 +360,8 @@ def _base_settings(base: str, revision: str | None) -> Base:
     """Build the settings for `--base` and `--revision`. A path is relative to the current directory."""
     path = Path(base).expanduser()
     is_model = bool(base) and (path / "config.json").is_file()
+    if revision == "":
+        raise SettingsError("--revision '': expected a commit, tag or branch")
     if revision is not None and (base == TINY or is_model):
         raise SettingsError(f"--revision {revision}: only a hub id has one, and --base {base} is not a hub id")
     if base == TINY:
