@@ -221,7 +221,7 @@ LONG_ANSWERS = [{"prompt": f"say {n}", "response": " ".join(WORDS * 30)} for n i
 INSTRUCTION = " ".join(f"rule{n}" for n in range(40))
 REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
     "no test rows": (rows_of(60), {"split": {"test": 0.0}}, ["0 test rows, and test needs at least one"]),
-    "all too long": (rows_of(60), {"max_tokens": 1}, ["0 train", "raise prepare.max_tokens or change prepare.too_long"]),
+    "all too long": (rows_of(60), {"max_tokens": 1}, ["0 train", "raise prepare.max_tokens or change"]),
     "too long": (
         [*rows_of(60), {"prompt": "long " * 200, "response": "x"}], {"max_tokens": 90, "too_long": "raise"},
         ["data/raw/rows.jsonl:61: "],
