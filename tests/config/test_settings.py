@@ -151,6 +151,7 @@ def test_an_invalid_learning_rate_is_refused_with_the_value_found(value: str, fo
         ("train:\n  seed: -1\n", "train.seed: found -1"),
         ("train: 3\n", "train: found 3"),
         ("train:\n", "train: found nothing"),
+        ("base:\n  source: 5\n", "base.source: found 5; expected non-empty text (in quotes)"),
         ("prepare:\n  sources: []\n", "prepare.sources: found []"),
         ("prepare:\n  sources: [1]\n", "prepare.sources.0: found 1"),
         ("prepare:\n  columns: {prompt: ''}\n", "prepare.columns.prompt: found ''"),

@@ -415,7 +415,8 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
     else:
         found = "missing" if kind == "missing" else f"found {_format_found(item['input'])}"
         expected = _clean_message(item) if kind == "value_error" else f"expected {_describe_expected(item)}"
-        text = f"{found}; {expected}"
+        is_unquoted = kind == "string_type" and isinstance(item["input"], int | float)
+        text = f"{found}; {expected}{' (in quotes)' if is_unquoted else ''}"
     return f"{path}: {text}"
 
 
