@@ -726,6 +726,8 @@ class _Auditor:
             self._contradicted("uses of the test set", text, f"{shown}: has only {now} now; lines were removed")
         else:
             self._verified("uses of the test set", f"{text}, {now} now", shown)
+        for note in verdict.notes:
+            self._state("note", note, model_store.VERDICT)
         if verdict.earlier_decisions:
             earlier = f"{', '.join(verdict.earlier_decisions)}, under other rules"
             self._state("earlier decisions", earlier, model_store.VERDICT)
