@@ -246,7 +246,14 @@ def test_a_clone_without_files_states_what_it_cannot_verify(
     audited: Audited, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout, clone = audited.layout, tmp_path / "clone"
-    names = [layout.params, layout.root / "dvc.yaml", layout.champion, layout.promotions, layout.keyring]
+    names = [
+        layout.params,
+        layout.root / "dvc.yaml",
+        layout.champion,
+        layout.promotions,
+        layout.keyring,
+        layout.test_set_uses,
+    ]
     for path in names:
         (clone / path.relative_to(layout.root)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, clone / path.relative_to(layout.root))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -134,6 +135,23 @@ def test_inputs_are_compared_with_a_random_part_of_sorted_test_rows(
     lines = [{"prompt": line["prompt"]} for pair in pairs for line in pair]
     report = monitor(monitored, [write_log(tmp_path / "log.jsonl", lines)])
     assert (report.requests, report.alarms) == (600, ())
+
+
+@pytest.mark.parametrize("rows", [40, 300, 600])
+def test_a_replay_of_the_evaluation_raises_no_alarm(
+    monitored: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The requests are the evaluated rows, twice, and every prompt is there once."""
+    draw = random.Random(7)
+    words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=5)) for _ in range(400)]
+    lines = [{**line, "prompt": " ".join(draw.choices(words, k=20))} for line in requests(1, rows)]
+    monkeypatch.setattr("monitor_cases.requests", lambda seed, count: lines)
+    write_evaluation(monitored.layout)
+    replayed = [{**line, "id": f"{turn} {line['id']}"} for turn in "ab" for line in lines]
+    report = monitor(monitored, [write_log(tmp_path / "log.jsonl", replayed)])
+    assert (report.requests, report.alarms) == (2 * rows, ())
+    inputs = result(report, "inputs")
+    assert inputs.value == pytest.approx(inputs.reference, rel=0.03)
 
 
 def test_accepted_scores_are_what_a_loss_is_measured_from(project: ProjectLayout, tmp_path: Path) -> None:

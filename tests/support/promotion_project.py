@@ -14,6 +14,7 @@ from ratchet.config.promote import HookSettings, Promote
 from ratchet.config.settings import Settings
 from ratchet.quality_gate import decision as judgement
 from ratchet.quality_gate import evidence as reading
+from ratchet.quality_gate import test_sets
 from ratchet.registry import ledger
 from ratchet.registry.model_store import KIND
 from ratchet.storage import digests, files
@@ -82,6 +83,7 @@ def write_verdict(layout: ProjectLayout, decision: str, model_digest: str | None
     of_merged = report.scores["merged"].model_copy(update={"model_digest": plain["model_digest"]})
     report = report.model_copy(update={"scores": {"merged": of_merged}})
     gate_cases.write_evaluation(layout, dataclasses.replace(found, report=report))
+    test_sets.record_test_set_use(layout, report.test_set_digest, bundle.adapter_digest, bundle.run_id)
     verdict = judgement.decide_verdict(reading.read_evidence(layout, SETTINGS, {}), SETTINGS.gate)
     if model_digest is None:
         assert verdict.decision == decision

@@ -84,6 +84,8 @@ def format_markdown(verdict: "Verdict") -> str:
             for reason in verdict.reasons
         ),
     ]  # fmt: skip
+    for note in verdict.notes:
+        lines += ["", f"Note: {escape_comment(note)}"]
     if verdict.earlier_decisions:
         lines += ["", f"Note: {escape_comment(describe_changed_rules(verdict))}"]
     return "\n".join(lines)

@@ -11,6 +11,9 @@ from ratchet.config.prepare import DropReason
 IGNORE_INDEX = -100
 """Label of a position that is not trained on (the default `ignore_index` of torch's cross entropy)."""
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_DECODER = json.JSONDecoder()
+_USER_FIRST = '{"messages":[{"role":"user","content":"'
+"""Beginning of most conversations as JSON; the text of the first message follows."""
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -90,6 +93,14 @@ class Conversation:
             rejected=document.get("rejected"),
             is_desirable=document.get("is_desirable"),
         )
+
+
+def read_prompt(text: str) -> str:
+    """Read only the prompt (`Conversation.prompt`) from the output of `to_json`."""
+    if text.startswith(_USER_FIRST):
+        prompt, _ = _DECODER.raw_decode(text, len(_USER_FIRST) - 1)
+        return str(prompt)
+    return Conversation.from_json(text).prompt
 
 
 def format_pair(prompt: list[Message], chosen: str, rejected: str, tools: list[Any] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.train import Objective
 from ratchet.data.batches import TokenRows
-from ratchet.data.conversation import Conversation, EncodedConversation
+from ratchet.data.conversation import Conversation, EncodedConversation, read_prompt
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.errors import DamagedFileError, DataError, first_line
 from ratchet.storage import digests
@@ -330,6 +330,12 @@ def _require_preferences(data: Path, names: Sequence[str], objective: Objective)
         f"{data}: train.objective: {objective} compares {needed}, but these rows have only one answer; set "
         "prepare.task: preferences and run `dvc repro`, or set train.objective: sft"
     )
+
+
+def read_prompts(data: Path, split: SplitName) -> Iterator[str]:
+    """Iterate over the prompts of all rows of a split (`Conversation.prompt`). Raises the errors of `load_rows`."""
+    for batch in _map_table(data, split).select(["conversation"]).to_batches():
+        yield from map(read_prompt, batch.column(0).to_pylist())
 
 
 def _map_table(data: Path, split: SplitName) -> pa.Table:

@@ -272,7 +272,7 @@ def keep_best_weights(layout: ProjectLayout, run: RunPaths) -> str:
     """
     source = run.result / "checkpoints" / "best" if run.is_finished() else _find_best_checkpoint(run)
     try:
-        target = layout.experiments / "start_weights" / StartAdapter(source).digest()[: digests.SHORT]
+        target = layout.start_weights / StartAdapter(source).digest()[: digests.SHORT]
         if not target.exists():
             with files.sealed_directory(target, KIND) as scratch:
                 for name in (CHECKPOINT_WEIGHTS, CHECKPOINT_IDENTITY):

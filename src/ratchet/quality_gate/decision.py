@@ -73,6 +73,7 @@ def decide_verdict(evidence: GateEvidence, gate: Gate) -> Verdict:
         earlier_decisions=evidence.earlier_decisions,
         alpha_share=statistics.compute_alpha_share(evidence.model_number) if evidence.model_number else None,
         remaining_rows=evidence.report.remaining_rows,
+        notes=evidence.report.unchecked_starts,
     )
 
 

@@ -105,6 +105,8 @@ class GateEvidence:
     """Rows and documents in the order of sequential tests; None if they are not recorded, or for fixed tests."""
     model_number: int | None = None
     """Number of the candidate among the models evaluated on the test set, from 1; None for fixed tests."""
+    missing_uses: str | None = None
+    """Description of missing lines of experiments/test_set_uses.jsonl, and what to do; None if nothing is missing."""
     damaged_judgements: int = 0
     """Number of lines of experiments/judgements.jsonl that cannot be read; 0 unless a rule uses them."""
 
@@ -163,6 +165,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
     tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
     # A sweep may have used these rows for model selection since the evaluation counted the overlaps.
     overlaps = count_overlaps(layout, [row.id for row in rows], tasks)
+    uses = test_sets.compare_uses(layout, report.test_set_digest, report.adapter_digest)
     human_preferences, damaged_judgements = _read_preferences(layout, settings, report)
     return GateEvidence(
         report=report.model_copy(update={"selection_overlaps": report.selection_overlaps | overlaps}),
@@ -170,7 +173,8 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         champion=read_champion(layout.champion),
         samples=samples,
         groups={row.id: row.group for row in rows},
-        test_set_uses=test_sets.count_models(layout, report.test_set_digest, report.adapter_digest),
+        test_set_uses=uses.proven,
+        missing_uses=uses.describe_loss(layout),
         noise=noise,
         noise_samples=noise_samples,
         current_task_digests=current_task_digests,

@@ -661,7 +661,18 @@ def find_problems(evidence: GateEvidence, test: Literal["fixed", "sequential"]) 
         for name, count in sorted(evidence.report.selection_overlaps.items())
         if count
     ]
+    problems += [
+        (
+            "start_adapter",
+            f"{count} test rows were training or validation rows of {name}, from which this training starts "
+            "(train.init_adapter), or of a run before it, so they cannot show what the model learned; prepare the data "
+            "with the prepare.split.seed of that run, or set a start adapter that was trained with this split",
+        )
+        for name, count in sorted(evidence.report.start_overlaps.items())
+    ]
     problems += [("tasks", text) for text in _find_changed_tasks(evidence)]
+    if evidence.missing_uses is not None:
+        problems.append(("test_set_uses", evidence.missing_uses))
     if test == "sequential" and evidence.test_set is None:
         problems.append(
             ("test_set", "the rows of this test set are not recorded with an order; run `dvc repro -f evaluate`")
@@ -800,6 +811,7 @@ def describe_verdict(verdict: Verdict, is_promoted: bool = False) -> str:
             f"  note  {verdict.remaining_rows:,} test rows were not scored; run `dvc repro -f evaluate` to score as "
             "many as these rules need"
         )
+    lines += [f"  note  {note}" for note in verdict.notes]
     if verdict.earlier_decisions:
         lines.append(f"  note  {describe_changed_rules(verdict)}")
     return "\n".join([head, *lines])

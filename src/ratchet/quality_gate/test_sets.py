@@ -4,23 +4,32 @@ Choosing among many models by the same test rows overfits to these rows: the bes
 points better than it is. So every evaluated model is counted. A test set that grows stays the same test set: its
 earlier rows come first, in the order that was fixed when they were added, and models evaluated on them still count. If
 rows are missing or replaced, it is another test set.
+
+Lines that were removed would hide uses. So the file is compared with the verdicts of promoted models, which have the
+test set and the number of models at that time.
 """
 
 import json
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ratchet.errors import DamagedFileError
+from ratchet.config import units
+from ratchet.errors import DamagedFileError, DataError
 from ratchet.storage import digests, files
+from ratchet.storage.digests import SHORT
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
-from ratchet.storage.records.gate import TestSetRows, TestSetUse, Verdict
+from ratchet.storage.records.gate import TestSetRows, TestSetUse, Verdict, read_champion
 
 LOCK_WAIT_S = 60.0
 """Maximum wait for the lock of the file."""
+MAX_WITNESSES = 3
+"""Number of models that a message lists; the message counts the rest."""
 
 Line = TestSetUse | TestSetRows
 Ids = Mapping[str, Sequence[str]]
@@ -224,8 +233,101 @@ def _key(line: Line) -> tuple[str | None, ...]:
 
 
 def count_models(layout: ProjectLayout, test_set_digest: str, model: str) -> int:
-    """Count the different models evaluated on this test set; `model` counts even if its use is not recorded."""
-    return len({use.model for use in read_uses_of(layout, test_set_digest)} | {model})
+    """Count the different models evaluated on this test set; `model` counts even if its use is not recorded.
+
+    Models of which stored verdicts prove that they were evaluated on it count too.
+    """
+    return compare_uses(layout, test_set_digest, model).proven
+
+
+@dataclass(frozen=True)
+class UsesComparison:
+    """Number of models that were evaluated on a test set, by two sources."""
+
+    recorded: int
+    """Number according to experiments/test_set_uses.jsonl, the model in question included."""
+    proven: int
+    """Smallest number that agrees with that file and with the verdicts of promoted models."""
+    witnesses: tuple[str, ...] = ()
+    """Model digests of promoted models with verdicts that do not agree with the file."""
+
+    def describe_loss(self, layout: ProjectLayout) -> str | None:
+        """Describe that lines of the file are missing, and what to do; None if the file agrees with all verdicts."""
+        if not self.witnesses:
+            return None
+        path = layout.test_set_uses.relative_to(layout.root).as_posix()
+        shown = ", ".join(digest[:SHORT] for digest in self.witnesses[:MAX_WITNESSES])
+        more = f" and {len(self.witnesses) - MAX_WITNESSES} more" if len(self.witnesses) > MAX_WITNESSES else ""
+        proof = f"the verdict of the promoted model {shown} proves"
+        if len(self.witnesses) > 1:
+            proof = f"the verdicts of the promoted models {shown}{more} prove"
+        lost = _count_lines_only_in_git(layout)
+        in_git = f" (HEAD has {units.format_count(lost, 'line')} that the file lacks)" if lost else ""
+        return (
+            f"{path}: has {units.format_count(self.recorded, 'model')} of this test set, but {proof} at least "
+            f"{self.proven}, so lines are missing; restore them from git{in_git}, such as with `git checkout HEAD -- "
+            f"{path}`, and run `dvc repro -f gate`"
+        )
+
+
+def compare_uses(layout: ProjectLayout, test_set_digest: str, model: str) -> UsesComparison:
+    """Compare the recorded uses of a test set with the verdicts of the models that this project promoted.
+
+    A promoted model was evaluated, and its verdict has the test set and the number of models at that time. If neither
+    the use of this model nor the rows of its test set are recorded, its test set may have been this one before it grew,
+    so it counts.
+
+    Args:
+        layout: The project.
+        test_set_digest: The test set.
+        model: Adapter digest of a model that counts even if its use is not recorded.
+    """
+    lines = read_lines(layout)
+    test_set = _find(lines, test_set_digest, layout)
+    names = test_set.digests if test_set else {test_set_digest}
+    known = {line.digest for line in lines if isinstance(line, TestSetRows)}
+    uses = {(line.test_set_digest, line.model) for line in lines if isinstance(line, TestSetUse)}
+    recorded = {used for digest, used in uses if digest in names} | {model}
+    proven, least, witnesses = set(recorded), 0, []
+    for verdict in _read_promoted_verdicts(layout):
+        is_recorded = (verdict.test_set_digest, verdict.adapter_digest) in uses
+        is_same = verdict.test_set_digest in names
+        if is_same or not (is_recorded or verdict.test_set_digest in known):
+            proven.add(verdict.adapter_digest)
+            least = max(least, verdict.test_set_uses if is_same else 0)
+            if not is_recorded or (is_same and verdict.test_set_uses > len(recorded)):
+                witnesses.append(verdict.model_digest)
+    return UsesComparison(len(recorded), max(len(proven), least), tuple(witnesses))
+
+
+def _read_promoted_verdicts(layout: ProjectLayout) -> Iterator[Verdict]:
+    """Iterate over the verdicts of the models that this project promoted, as far as they are on this machine.
+
+    What is unreadable is skipped, because `ratchet verify` and `ratchet audit` report it.
+    """
+    promoted: list[str] = []
+    with suppress(DamagedFileError, KeyError, TypeError):
+        promoted += [str(line["model_digest"]) for line in base.read_lines(layout.promotions)]
+    with suppress(DamagedFileError):
+        file = read_champion(layout.champion)
+        promoted += [one.model_digest for one in (file.champion, file.anchor, *file.previous) if one is not None]
+    for model_digest in dict.fromkeys(promoted):
+        with suppress(DamagedFileError, DataError, OSError):
+            verdict = Verdict.load(layout.promoted_model(model_digest) / "verdict.json")
+            if verdict.test_set_digest:  # verdicts of the first versions have none
+                yield verdict
+
+
+def _count_lines_only_in_git(layout: ProjectLayout) -> int:
+    """Count the lines that the newest commit has and the file lacks; 0 without git."""
+    name = layout.test_set_uses.relative_to(layout.root).as_posix()
+    command = ["git", "-C", str(layout.root), "show", f"HEAD:./{name}"]
+    try:
+        committed = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    present = layout.test_set_uses.read_bytes() if layout.test_set_uses.exists() else b""
+    return len({*committed.splitlines()} - {*present.splitlines()})
 
 
 def read_model_number(layout: ProjectLayout, test_set_digest: str, model: str) -> int:

@@ -60,6 +60,7 @@ from ratchet.storage.records.gate import read_champion
 from ratchet.storage.records.training import QuantizationReport, TrainReport
 from ratchet.tracking.mlflow.registry import fetch_missing_models
 from ratchet.tracking.mlflow.traces import EvaluatedAnswer, JudgeVerdict
+from ratchet.training import trained_rows
 from ratchet.training.run_spec import build_run_spec
 
 LOOKS = (0.125, 0.25, 0.5)
@@ -345,6 +346,11 @@ def _build_report(
             "this adapter was not exported yet; the gate requires an export and an evaluation after it: `dvc repro`"
         )
     validation = ObjectiveSet(name="validation rows", sample_ids=rows.read_validation_ids(loader.layout))
+    start_overlaps, unchecked_starts = trained_rows.count_trained_rows(
+        loader.layout, loader.settings.train, loader.trained.run_id, card.digest,
+        (conversation.prompt for conversation in test.conversations),
+    )  # fmt: skip
+    notes += unchecked_starts
     champion, anchor = loader.opponents.get("champion"), loader.opponents.get("anchor")
     return EvaluationReport(
         adapter_digest=loader.trained.adapter_digest,
@@ -359,6 +365,8 @@ def _build_report(
         scores={role: summarize_scores(role, result) for role, result in results.items()},
         costs={role: result.cost for role, result in results.items() if result.cost},
         selection_overlaps=evidence.count_overlaps(loader.layout, test.ids, filter(None, ids), [validation]),
+        start_overlaps=start_overlaps,
+        unchecked_starts=unchecked_starts,
         notes=tuple(dict.fromkeys(notes)),
     )
 

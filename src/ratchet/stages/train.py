@@ -36,6 +36,7 @@ from ratchet.storage.records.training import (
     TrainReport,
     require_steps,
 )
+from ratchet.training.rows_process import record_rows
 from ratchet.training.run_spec import build_launch, build_run_spec, pin_champion
 
 WORK = ".work"
@@ -88,6 +89,7 @@ def train(
             callbacks = create_callbacks(run.paths)
             replicator = _create_replicator(run, settings.machine)
             with ForkServer() as server:
+                record_rows(layout, run.paths, spec, settings.train)
                 supervise(run, launch, callbacks, code_version(), replicator=replicator, server=server)
             if is_output:
                 with files.sealed_directory(layout.train, "train") as scratch:

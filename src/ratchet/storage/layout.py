@@ -103,6 +103,8 @@ class ProjectLayout:
         """Result of `ratchet doctor --require` on this machine; outside git and DVC."""
         self.start_adapters = self.experiments / "start_adapters.json"
         """Adapters that train.init_adapter means by a branch of the hub, or by `champion`; committed to git."""
+        self.start_weights = self.experiments / "start_weights"
+        """Best weights of trials from which others start: a folder per digest; outside git and DVC."""
         self.test_set_uses = self.experiments / "test_set_uses.jsonl"
         """Uses of test sets: one JSON line per evaluated or judged model; committed to git."""
         self.experiment_uses = self.mlruns / "test_set_uses.jsonl"

@@ -86,6 +86,8 @@ class Verdict(Record):
     """Earlier decisions about this model on these samples, under different rules."""
     remaining_rows: int = 0
     """Number of test rows that were not scored."""
+    notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
+    """Notes about what the gate could not check."""
     alpha_share: float | None = None
     """Share of 1 - confidence at which a sequential test may promote this model, because earlier models were tested on
     these samples; None for fixed tests."""
