@@ -89,8 +89,8 @@ def train(
             callbacks = create_callbacks(run.paths)
             replicator = _create_replicator(run, settings.machine)
             with ForkServer() as server:
-                record_rows(layout, run.paths, spec, settings.train)
                 supervise(run, launch, callbacks, code_version(), replicator=replicator, server=server)
+            record_rows(layout, run.paths, spec, settings.train)  # at the end, because the start must not wait for it
             if is_output:
                 with files.sealed_directory(layout.train, "train") as scratch:
                     files.link_tree(run.paths.result, scratch)

@@ -16,7 +16,7 @@ MODULE = "ratchet.training.trained_rows"
 def record_rows(layout: ProjectLayout, run: RunPaths, spec: RunSpec, train: Train) -> None:
     """Write trained_rows.bin of a run, unless it is there and complete. Takes a second, and more for large data.
 
-    The training continues if the process fails for another reason than its input. A training that starts from this run
+    A failure of the process for another reason than its input is only printed. A training that starts from this run
     then reports that its rows are not known.
 
     Args:
@@ -37,7 +37,7 @@ def record_rows(layout: ProjectLayout, run: RunPaths, spec: RunSpec, train: Trai
         raise DataError(message)
     if done.returncode:
         last = message.splitlines()[-1] if message else "no message"
-        print_message(f"{run.trained_rows}: was not written (exit code {done.returncode}: {last}); training continues")
+        print_message(f"{run.trained_rows}: was not written (exit code {done.returncode}: {last})")
 
 
 def _is_complete(run: RunPaths) -> bool:

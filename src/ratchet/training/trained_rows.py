@@ -6,7 +6,7 @@ rows. So a run directory has trained_rows.bin: hashes of the prompts of its trai
 of the runs that it starts from, over all generations.
 
 The file is not part of the run's identity, and a replica does not have it: stage train writes it again from the data
-wherever it resumes or finds the run. It is a line of JSON, then two sorted arrays of 8-byte integers: 8 bytes a row.
+wherever it ends or finds the run. It is a line of JSON, then two sorted arrays of 8-byte integers: 8 bytes a row.
 Stage train runs this module as a process, so that its own process, which stays for the whole training, loads no
 numerical library (`training/rows_process.py`). Imports no torch.
 """
@@ -30,6 +30,7 @@ from ratchet.models.start_adapter import CHECKPOINT_IDENTITY, INIT_ADAPTER, Star
 from ratchet.runs.directory import RunPaths, compute_run_id, storage_errors
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.training import TrainReport
 
@@ -92,7 +93,7 @@ class TrainedRows:
 def write_rows(layout: ProjectLayout, run: RunPaths, train: Train, data_digest: str) -> None:
     """Write trained_rows.bin of a run. The rows of the run itself are not read again if they are there.
 
-    Nothing is written if the data cannot be read: the worker reports that.
+    Nothing is written if the data cannot be read, or were prepared again since the run began.
 
     Args:
         layout: the project, with the data of the run.
@@ -110,6 +111,8 @@ def write_rows(layout: ProjectLayout, run: RunPaths, train: Train, data_digest: 
     start = read_start_rows(layout, train, data_digest)
     try:
         own = recorded.own if recorded is not None else prompt_hashes.hash_trained_prompts(layout.data)
+        if recorded is None and DatasetCard.load(layout.dataset_card).digest != data_digest:
+            return
     except (DamagedFileError, DataError):
         return
     prompts = np.setdiff1d(start.prompts, own, assume_unique=True)
