@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,10 @@ from ratchet.registry import keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.signature import SIGNATURE
+from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, deploy
 from ratchet.stages.project import Project
+from ratchet.stages.verify import verify
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -214,6 +217,89 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
         seal_again(folder)
         with pytest.raises(DamagedFileError, match=r"release\.json: does not record that the promotion was forced"):
             check_release(project, folder)
+
+
+def change_origins(folder: Path, origins: dict[str, str]) -> None:
+    """Change the unsigned records of a release, so that they fit its files."""
+    content = json.loads((folder / "release.json").read_bytes())
+    (folder / "release.json").write_bytes(files.json_bytes(content | {"origins": origins}))
+    seal_again(folder)
+
+
+def read_origins(folder: Path) -> dict[str, str]:
+    origins: dict[str, str] = json.loads((folder / "release.json").read_bytes())["origins"]
+    return origins
+
+
+def swap_model(folder: Path) -> None:
+    """Put the bytes of another signed format in the place of the model."""
+    model = folder / "gguf" / "model-f16.gguf"
+    model.write_text(model.read_text().replace("gguf/f16", "gguf/q4_0"))
+    change_origins(folder, read_origins(folder) | {"gguf/model-f16.gguf": "gguf/model-q4_0.gguf"})
+
+
+def remove_model(folder: Path) -> None:
+    (folder / "gguf" / "model-f16.gguf").unlink()
+    change_origins(folder, {k: v for k, v in read_origins(folder).items() if not k.startswith("gguf/")})
+
+
+def remove_server_file(folder: Path) -> None:
+    (folder / "Modelfile").unlink()
+    change_origins(folder, {k: v for k, v in read_origins(folder).items() if k != "Modelfile"})
+
+
+def add_other_file(folder: Path) -> None:
+    """Add a signed file of another format, which a server could read by mistake."""
+    (folder / "gguf" / "model.gguf").write_text("gguf/q4_0 of b")
+    change_origins(folder, read_origins(folder) | {"gguf/model.gguf": "gguf/model-q4_0.gguf"})
+
+
+def change_kind(folder: Path) -> None:
+    """Let the release claim to be something that is never signed."""
+    (folder / "gguf" / "model-f16.gguf").write_text("evil")
+    (folder / files.MANIFEST).unlink()
+    files.seal_directory(folder, "data")
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "model swapped": (swap_model, "model-f16.gguf: is a copy of gguf/model-q4_0.gguf; expected gguf/model-f16.gguf"),
+    "model removed": (remove_model, "gguf/model-f16.gguf: missing, although format gguf/f16 has it"),
+    "server file removed": (remove_server_file, "Modelfile: missing, although format gguf/f16 has it"),
+    "file added": (add_other_file, "gguf/model.gguf: is no file of format gguf/f16"),
+    "other kind": (change_kind, "found a sealed 'data'; expected 'release'"),
+}
+"""Changes that need write access to the release and no key, with the message about each."""
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_release_whose_unsigned_records_were_forged_is_damaged(
+    project: ProjectLayout, served: Path, name: str
+) -> None:
+    forge, says = FORGERIES[name]
+    of_format = DeployOptions(format="gguf/f16", smoke_test=False)
+    promote_fake_model(project, "b", ("hf", "gguf/f16", "gguf/q4_0"))
+    deploy_to(project, served, of_format)
+    folder = (served / "current").resolve()
+    forge(folder)
+    for path in (served / "current", served):
+        report = verify([path], project=project.root)
+        assert not report.is_intact
+        problems = [f"{one.path}: {one.text}" for one in report.findings if one.status == "damaged"]
+        assert any(says in problem for problem in problems), problems
+    facts = audit(Project.from_parts(project, SETTINGS), None, [served]).list_facts("contradicted")
+    assert any(says in fact.proof for fact in facts if fact.section == "deployment"), facts
+    deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
+    with pytest.raises(DamagedFileError, match=re.escape(says)):
+        deploy_to(project, served, DeployOptions(rollback=True))
+    assert (served / "current" / "hf").is_dir()
+    result = deploy_to(project, served, of_format)
+    assert "is replaced: " in format_deployment(result)
+    assert verify([served / "current"], project=project.root).is_intact
+    forge(folder)
+    result = deploy_to(project, served, of_format)
+    assert result.status == "deployed"
+    assert f"the release that was current until now was damaged: {folder}" in format_deployment(result)
+    assert (folder / "gguf" / "model-f16.gguf").read_text() == "gguf/f16 of b"
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -152,8 +152,11 @@ def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFind
 
 
 def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """Check a sealed directory, its bundle.json and its signature."""
-    sealed = _verify_sealed(path)
+    """Check a sealed directory, its bundle.json and its signature.
+
+    The name of a release, not its manifest, decides that it must be signed: the manifest is not signed itself.
+    """
+    sealed = _verify_sealed(path, release.KIND if release.NAME.fullmatch(path.resolve().name) else None)
     yield sealed
     if sealed.status != "ok":
         return
