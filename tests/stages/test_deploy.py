@@ -254,6 +254,24 @@ def add_other_file(folder: Path) -> None:
     change_origins(folder, read_origins(folder) | {"gguf/model.gguf": "gguf/model-q4_0.gguf"})
 
 
+def link_folder(folder: Path) -> None:
+    outside = folder.parents[2] / "evil"
+    outside.mkdir(exist_ok=True)
+    (folder / "extra").symlink_to(outside)
+
+
+def link_model(folder: Path) -> None:
+    model = folder / "gguf" / "model-f16.gguf"
+    model.rename(folder.parents[2] / model.name)
+    model.symlink_to(folder.parents[2] / model.name)
+
+
+def link_release(folder: Path) -> None:
+    outside = folder.parents[2] / f"release-{folder.stat().st_ino}"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+
+
 def change_kind(folder: Path) -> None:
     """Let the release claim to be something that is never signed."""
     (folder / "gguf" / "model-f16.gguf").write_text("evil")
@@ -266,6 +284,9 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "model removed": (remove_model, "gguf/model-f16.gguf: missing, although format gguf/f16 has it"),
     "server file removed": (remove_server_file, "Modelfile: missing, although format gguf/f16 has it"),
     "file added": (add_other_file, "gguf/model.gguf: is no file of format gguf/f16"),
+    "link to a folder": (link_folder, "extra: found a link; a release has only files and folders"),
+    "link to the model": (link_model, "model-f16.gguf: found a link"),
+    "link to the release": (link_release, "-gguf-f16: found a link"),
     "other kind": (change_kind, "found a sealed 'data'; expected 'release'"),
 }
 """Changes that need write access to the release and no key, with the message about each."""
@@ -300,6 +321,16 @@ def test_a_release_whose_unsigned_records_were_forged_is_damaged(
     assert result.status == "deployed"
     assert f"the release that was current until now was damaged: {folder}" in format_deployment(result)
     assert (folder / "gguf" / "model-f16.gguf").read_text() == "gguf/f16 of b"
+
+
+def test_verify_reports_a_link_to_a_foreign_folder(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
+    promote_fake_model(project, "a")
+    deploy_to(project, served)
+    (served / "current").unlink()
+    (served / "current").symlink_to(tmp_path)
+    report = verify([served], project=project.root)
+    assert [finding.status for finding in report.findings].count("damaged") == 1
+    assert f"found a link to {tmp_path}; expected a link to a release" in report.findings[0].text
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -144,7 +144,13 @@ def _list_folders(parent: Path) -> list[Path]:
 
 
 def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    folders = _list_folders(root / "releases")
+    directory = release.DeploymentDirectory(root)
+    for link in (directory.current, directory.previous):
+        try:
+            directory.linked_release(link)
+        except DamagedFileError as error:
+            yield _build_damage(root, error)
+    folders = _list_folders(directory.releases)
     for folder in folders:
         yield from _verify_signed(folder, trust)
     if not folders:

@@ -229,12 +229,28 @@ def is_release(folder: Path, known: Container[str]) -> bool:
 
 
 def verify_release(folder: Path) -> Release:
-    """Verify every byte of a release and return its record. Raises DamagedFileError with the file that differs."""
+    """Verify every byte of a release and return its record. Raises DamagedFileError with the file that differs.
+
+    Links are refused: what they point to could change later. `folder` may be the link `current` or `previous`.
+    """
+    _refuse_links(folder)
     manifest = files.verify_sealed(folder, KIND)
     release = Release.load(folder / RECORD)
     if manifest.files.keys() - {RECORD} != release.origins.keys():
         raise DamagedFileError(f"{folder / RECORD}: does not list the files in its folder; deploy the version again")
     return release
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise DamagedFileError if a release, or anything in it, is a link or a special file."""
+    is_link = folder.is_symlink()
+    root = folder.parent / folder.readlink() if is_link and NAME.fullmatch(folder.name) is None else folder
+    for path in (root, *sorted(folder.rglob("*"))):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            found = "a link" if path.is_symlink() else "a special file"
+            raise DamagedFileError(
+                f"{path}: found {found}; a release has only files and folders; remove it, and deploy the version again"
+            )
 
 
 def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) -> None:
