@@ -247,7 +247,10 @@ def _judge_without_reference(context: RuleContext, rule: MustNotRegressRule, rea
         text += f"{n} samples detect a loss of {change}, and the allowed loss is {margin}"
     else:
         problem = f"{n} samples cannot detect a loss below {change}, and the allowed loss is {margin}"
-        text += f"{problem if detectable > rule.margin else too_few}, so a later model could not be compared with this one; {_describe_required_rows(required_samples)}"
+        text += (
+            f"{problem if detectable > rule.margin else too_few}, so a later model could not be compared with this "
+            f"one; {_describe_required_rows(required_samples)}"
+        )
     return RuleResult(
         rule=rule.rule,
         metric=rule.metric,

@@ -139,7 +139,7 @@ class ProjectLayout:
 
     @classmethod
     def find(cls, start: Path) -> "ProjectLayout":
-        """Find the project that contains the folder `start`. Raises ProjectError if there is no such folder or project."""
+        """Find the project that contains the folder `start`. Raises ProjectError without such a folder or project."""
         if not start.is_dir():
             raise ProjectError(f"{start}: no such directory; expected the folder of a project, or a folder inside it")
         start = start.resolve()
