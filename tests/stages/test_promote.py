@@ -1,6 +1,8 @@
 """Tests of `ratchet promote` and `ratchet rollback`: registry, ledger and champion file always agree."""
 
+import json
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -37,8 +39,11 @@ from ratchet.errors import (
 )
 from ratchet.registry import keys, promotion, signature
 from ratchet.registry.model_store import FORCED, KIND
+from ratchet.stages.audit import audit
+from ratchet.stages.deploy import DeployOptions, deploy
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, PromotionResult, promote, rollback, run_smoke_test
+from ratchet.stages.promotions import promotions
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -336,6 +341,76 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     assert anchor(tracked_project) == 3
     assert [entry.is_anchor for entry in read_ledger(tracked_project)] == [True, False, True, False, True]
     assert list_champions(tracked_project) == ["c", "a"]
+
+
+def edit_champion_file(layout: ProjectLayout, **changes: Any) -> None:
+    content = json.loads(layout.champion.read_bytes())
+    layout.champion.write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+def test_an_anchor_that_was_removed_is_refused_and_a_repair_restores_it(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    project = Project(tracked_project.root)
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    whole = read_champion(tracked_project.champion)
+    says = (
+        r"champion\.json: anchor: found none; expected version 1, which .*promotions\.jsonl says; restore .* from git"
+    )
+    edit_champion_file(tracked_project, anchor=None)
+    for command in (["promote"], ["rollback", "1"], ["gate"], ["gate", "--check"]):
+        assert main(["--project", str(project.root), *command]) == 2
+        assert re.search(says, capsys.readouterr().err), command
+    write_outputs(tracked_project, "c")
+    for run in (lambda: run_promote(tracked_project, FORCE), lambda: run_rollback(tracked_project)):
+        with pytest.raises(ChampionError, match=says):
+            run()
+    with pytest.raises(ChampionError, match=says):
+        deploy(project, tracked_project.root / "served", DeployOptions(smoke_test=False))
+    [problem] = promotions(project).problems
+    assert re.search(says, problem)
+    [fact] = [one for one in audit(project).list_facts("contradicted") if one.name == "champion file"]
+    assert "anchor: found none; expected version 1" in fact.proof
+    edit_champion_file(tracked_project, anchor=whole.anchor and whole.anchor.model_dump(), previous=[])
+    with pytest.raises(ChampionError, match=r"previous\[0\]: found none; expected version 1"):
+        run_promote(tracked_project)
+
+    files.write_json(tracked_project.champion, {})
+    assert any(one.name == "champion file" for one in audit(project).list_facts("contradicted"))
+    run_rollback(tracked_project, 2)
+    repaired = read_champion(tracked_project.champion)
+    assert repaired.model_copy(update={"ledger": whole.ledger}) == whole
+    assert not audit(project).list_facts("contradicted")
+    assert list_champions(tracked_project) == ["b", "a"]
+
+
+def test_an_emptied_champion_file_makes_no_new_anchor(tracked_project: ProjectLayout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    files.write_json(tracked_project.champion, {})
+    write_verdict(tracked_project, "PROMOTE")  # of b, compared with nothing
+    with pytest.raises(ChampionError, match=r"names no champion, but the .*version 2.*`ratchet rollback 2`"):
+        run_promote(tracked_project)
+    run_rollback(tracked_project, 2)
+    assert (anchor(tracked_project), list_champions(tracked_project)) == (1, ["b", "a"])
+    promoted(tracked_project, "c")
+    assert anchor(tracked_project) == 1
+
+
+def test_a_rolled_back_anchor_has_the_mark_of_its_last_promotion(tracked_project: ProjectLayout) -> None:
+    promoted(tracked_project, "a")  # the anchor, not forced
+    promoted(tracked_project, "b")
+    run_rollback(tracked_project, 1)
+    promoted(tracked_project, "c")
+    write_outputs(tracked_project, "a", "HOLD")
+    run_promote(tracked_project, FORCE)
+    promoted(tracked_project, "d")
+    run_rollback(tracked_project, 3)
+    run_rollback(tracked_project, 1)
+    assert champion(tracked_project).forced is not None
+    assert list_champions(tracked_project)[0] == "a"
 
 
 # --- promotion against the verdict ------------------------------------------------------------------------------------

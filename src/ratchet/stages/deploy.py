@@ -217,7 +217,7 @@ def _choose_version(
     """Return version and model to deploy, the ledger's event that made the version champion, and a warning."""
     entries, file = _read_entries(layout, registry), read_champion(layout.champion)
     if registry.shared is None:
-        ledger.check_champion(layout.promotions, entries, file)
+        ledger.check_champion(layout, entries, file)
     elif not entries:
         raise ChampionError(f"{registry.where}: {registry.model_name} has no champion yet; `ratchet promote` makes one")
     if version is None and registry.shared is not None:
@@ -463,8 +463,13 @@ class _ChampionWatcher:
             if self.registry.shared is None:
                 layout = self.project.layout
                 entries = ledger.read_entries(layout.promotions)
-                ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
-        except (DataError, DamagedFileError, OSError) as error:  # they differ between two steps of a promotion
+                ledger.check_champion(layout, entries, read_champion(layout.champion))
+        except (
+            ChampionError,
+            DataError,
+            DamagedFileError,
+            OSError,
+        ) as error:  # they differ between two steps of a promotion
             now_s = time.monotonic()
             if self._disagree_since_s is None:
                 self._disagree_since_s = now_s

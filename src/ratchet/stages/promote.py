@@ -132,7 +132,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
             )
         was_withdrawn = _check_withdrawal(layout, bundle, forced=options.force)
         registered = registry.find_version(bundle.model_digest)
-        alias = check_alias(layout, registry, before, target=registered)
+        alias = check_alias(layout, registry, before, target=None if _is_emptied(layout, before) else registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         if registered is None:
             require_model_quota(project, sum(size for _, size in exported.files.values()))
@@ -368,7 +368,7 @@ def _load_champion_file(layout: ProjectLayout, registry: MlflowModelRegistry) ->
 
     Raises:
         DamagedFileError: the champion file does not match the ledger, or the ledger contradicts that of the server.
-        ChampionError: the server has newer promotions.
+        ChampionError: a field of the champion file differs from the ledger, or the server has newer promotions.
     """
     if registry.shared is not None:
         shared = registry.shared.read()
@@ -381,8 +381,14 @@ def _load_champion_file(layout: ProjectLayout, registry: MlflowModelRegistry) ->
                 "`ratchet promotions` does; then compare with it: `dvc repro`. Nothing was changed"
             )
     file = read_champion(layout.champion)
-    ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
+    ledger.check_champion(layout, ledger.read_entries(layout.promotions), file)
     return file
+
+
+def _is_emptied(layout: ProjectLayout, file: ChampionFile) -> bool:
+    """Return whether the champion file is empty, but the ledger is not. Then the alias decides nothing: a promotion of
+    the version that it names would make this version the anchor."""
+    return file.is_empty and bool(ledger.read_entries(layout.promotions))
 
 
 def _check_evidence(
@@ -565,13 +571,15 @@ def _load_promoted(layout: ProjectLayout, registry: MlflowModelRegistry, file: C
     if registered is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
-    recorded = promotion.find_version(file, number)
-    if recorded and recorded.model_digest == registered.model_digest:
-        return recorded
     entries = ledger.read_entries(layout.promotions)
     named = [entry for entry in entries if entry.version == number]
-    if same := [entry for entry in named if entry.model_digest == registered.model_digest]:
+    same = [entry for entry in named if entry.model_digest == registered.model_digest]
+    recorded = promotion.find_version(file, number)
+    is_recorded = recorded is not None and recorded.model_digest == registered.model_digest
+    if same and (not is_recorded or any(entry.action == "promote" for entry in same)):
         return ledger.champion_of(same[-1], entries)
+    if recorded is not None and is_recorded:
+        return recorded
     if named:
         raise ChampionError(
             f"version {number} of {registry.model_name} has model {registered.model_digest[:12]} in "

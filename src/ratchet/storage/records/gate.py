@@ -164,6 +164,11 @@ class ChampionFile(Record):
     """Digest of the newest entry of the promotion ledger."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no model was promoted yet, or the file starts anew."""
+        return self == ChampionFile()
+
+    @property
     def champion_digest(self) -> str | None:
         """Model digest of the champion, if any."""
         return self.champion.model_digest if self.champion else None
