@@ -37,7 +37,7 @@ from ratchet.errors import (
     SettingsError,
     TrackingError,
 )
-from ratchet.registry import keys, promotion, signature
+from ratchet.registry import keys, ledger, promotion, signature
 from ratchet.registry.model_store import FORCED, KIND
 from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, deploy
@@ -179,7 +179,8 @@ def test_promotions_and_rollbacks_in_turn(tracked_project: ProjectLayout) -> Non
     assert list_champions(tracked_project) == ["b"]
     with pytest.raises(ChampionError, match="no previous champion"):
         run_rollback(tracked_project)
-    run_rollback(tracked_project, 3)  # a former champion can be restored by its number
+    reinstate = PromoteOptions(reason="it was the server")
+    run_rollback(tracked_project, 3, reinstate)  # a former champion can be restored by its number
     assert list_champions(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
         run_rollback(tracked_project, 9)
@@ -807,6 +808,38 @@ def test_a_model_that_was_rolled_back_needs_force(tracked_project: ProjectLayout
     assert "despite a rollback of this model: it was the load balancer" in text
     assert list_champions(tracked_project) == ["b", "a"]
     assert champion(tracked_project).forced is not None
+
+
+def test_a_rollback_to_a_model_that_was_rolled_back_needs_a_reason(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow import MlflowClient
+
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    one, two = promoted(tracked_project, "a"), promoted(tracked_project, "b")
+    run_rollback(tracked_project, 1, PromoteOptions(reason="bad in production"))
+    before = read_tree(tracked_project.root)
+    for options in (PromoteOptions(), PromoteOptions(dry_run=True)):
+        with pytest.raises(
+            GateError, match=r"was rolled back on .* \(bad in production\); .*`ratchet rollback 2 --reas"
+        ):
+            run_rollback(tracked_project, 2, options)
+    assert main(["--project", str(tracked_project.root), "rollback", "2"]) == 3
+    assert "to make it champion again: `ratchet rollback 2 --reason TEXT`" in capsys.readouterr().err
+    assert read_tree(tracked_project.root) == before
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    client.set_registered_model_alias(NAME, "champion", "2")
+    write_outputs(tracked_project, "c")
+    with pytest.raises(ChampionError, match=r"choose one: `ratchet rollback 1` or `ratchet rollback 2 --reason TEXT`"):
+        run_promote(tracked_project)
+    client.set_registered_model_alias(NAME, "champion", "1")
+    run_rollback(tracked_project, 2, PromoteOptions(reason="it was the load balancer"))
+    entries = read_ledger(tracked_project)
+    assert [ledger.find_withdrawal(entries, model) for model in (one, two)] == [None, None]
+    project = Project(tracked_project.root)
+    assert not any(fact.status == "contradicted" for fact in audit(project).facts)
+    run_rollback(tracked_project, 1)  # version 1 was never bad, so this needs no reason
+    assert ledger.find_withdrawal(read_ledger(tracked_project), two) is not None
 
 
 def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: ProjectLayout) -> None:

@@ -361,12 +361,17 @@ def encode_entry(entry: Promotion) -> bytes:
 
 
 def find_withdrawal(entries: Sequence[Promotion], model_digest: str) -> Promotion | None:
-    """Find the rollback that replaced this model as champion, unless it became champion again later."""
+    """Find the rollback that replaced this model as champion, unless it became champion again later.
+
+    A rollback to a model that was itself withdrawn undoes that withdrawal. It does not say that the model between was
+    bad, so it withdraws nothing.
+    """
     models: dict[int, str] = {}
     withdrawals: dict[str, Promotion] = {}
     for entry in entries:
         models[entry.version] = entry.model_digest
-        if entry.action == "rollback" and entry.previous_version in models:
+        is_reinstatement = entry.model_digest in withdrawals
+        if entry.action == "rollback" and entry.previous_version in models and not is_reinstatement:
             withdrawals[models[entry.previous_version]] = entry
         withdrawals.pop(entry.model_digest, None)
     return withdrawals.get(model_digest)

@@ -189,6 +189,7 @@ def rollback(
 
     Raises:
         SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
+        GateError: the version was itself rolled back, and there is no reason.
         ChampionError: the version does not exist or was never champion; its model is missing, damaged, not signed by a
             trusted key, or fails the smoke test; the champion changed meanwhile; or champion file and registry name
             different versions, and neither is the version to restore.
@@ -218,6 +219,12 @@ def rollback(
             if options.dry_run:
                 return PromotionResult(champion=champion, replaced=champion)
             return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
+        withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), champion.model_digest)
+        if withdrawal is not None and reason is None:
+            raise GateError(
+                f"{version_label(champion)} was champion and {_describe_withdrawal(withdrawal)}; to make it champion "
+                f"again: `ratchet rollback {target} --reason TEXT`"
+            )
         if not layout.promoted_model(champion.model_digest).is_dir():
             registry.fetch_model(champion.model_digest)
         folder = model_store.verify_version(layout, champion)
@@ -418,11 +425,15 @@ def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) 
     withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), bundle.model_digest)
     if withdrawal is None or forced:
         return withdrawal is not None
-    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
     raise GateError(
-        f"model {bundle.model_digest[:12]} was champion and was rolled back on {withdrawal.time} by {withdrawal.actor}"
-        f"{why}; to promote it again: `ratchet promote --force --reason TEXT`"
+        f"model {bundle.model_digest[:12]} was champion and {_describe_withdrawal(withdrawal)}; to promote it again: "
+        "`ratchet promote --force --reason TEXT`"
     )
+
+
+def _describe_withdrawal(withdrawal: Promotion) -> str:
+    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
+    return f"was rolled back on {withdrawal.time} by {withdrawal.actor}{why}"
 
 
 @dataclass(frozen=True)
@@ -535,10 +546,12 @@ def check_alias(
     if number == alias or (target is not None and target in (number, alias)):
         return alias
     at_alias = registry.version(alias) if alias is not None else None
-    versions = [number] if number is not None else []
+    choices = [f"`ratchet rollback {number}`"] if number is not None else []
     if at_alias is not None and _was_champion(layout, registry, at_alias):
-        versions.append(at_alias.number)
-    commands = " or ".join(f"`ratchet rollback {version}`" for version in versions)
+        entries = ledger.read_entries(layout.promotions)
+        needs_reason = ledger.find_withdrawal(entries, at_alias.model_digest) is not None
+        choices.append(f"`ratchet rollback {at_alias.number}{' --reason TEXT' if needs_reason else ''}`")
+    commands = " or ".join(choices)
     promoted_by = at_alias.tags.get("ratchet.promoted_by") if at_alias else None
     by = f", promoted by {promoted_by}" if promoted_by is not None else ""
     in_file = version_label(champion) if champion else "no champion"
