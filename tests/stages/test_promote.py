@@ -37,6 +37,7 @@ from ratchet.errors import (
     SettingsError,
     TrackingError,
 )
+from ratchet.quality_gate import test_sets
 from ratchet.registry import keys, ledger, promotion, signature
 from ratchet.registry.model_store import FORCED, KIND
 from ratchet.stages.audit import audit
@@ -288,6 +289,22 @@ def test_a_refused_promotion_changes_nothing(tracked_project: ProjectLayout, nam
     with pytest.raises(error, match=says):
         run_promote(tracked_project, options)
     assert_nothing_promoted(tracked_project)
+
+
+def test_earlier_decisions_under_other_rules_are_named(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    write_outputs(tracked_project, "a")
+    earlier = {"rules": "of yesterday", "decision": "REJECT"}
+    test_sets.record_verdict(tracked_project, Verdict.load(tracked_project.verdict).model_copy(update=earlier))
+    write_verdict(tracked_project, "PROMOTE")
+    for arguments in (["--dry-run"], []):
+        assert main(["--project", str(tracked_project.root), "promote", *arguments]) == 0
+        output = capsys.readouterr().out
+        assert "\n  note: under different rules the gate decided REJECT for this model on these samples" in output
+    promoted(tracked_project, "b")
+    assert "under different rules" not in format_promotion(run_rollback(tracked_project), tracked_project)
 
 
 def test_a_verdict_reached_by_other_rules_is_refused(tracked_project: ProjectLayout) -> None:

@@ -17,6 +17,7 @@ from ratchet.config.units import describe_failure, utc_timestamp
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
+from ratchet.quality_gate.rules import describe_changed_rules
 from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
@@ -72,7 +73,8 @@ class PromotionResult(Record):
     deliveries: tuple[HookDelivery, ...] = ()
     """How the event was delivered to each hook."""
     notes: tuple[str, ...] = ()
-    """Further changes: an interrupted command was finished or dropped, a key pair created, a model folder repaired."""
+    """Further changes: an interrupted command was finished or dropped, a key pair created, a model folder repaired.
+    Also earlier decisions of the gate about the model, under other rules."""
     warnings: tuple[str, ...] = ()
 
 
@@ -125,11 +127,9 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         _check_evidence(layout, verdict, report, bundle, before)
         tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
         confirm_verdict(layout, settings, tasks, verdict)
+        notes += [f"note: {describe_changed_rules(verdict)}"] if verdict.earlier_decisions else []
         if verdict.decision != "PROMOTE" and not options.force:
-            reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
-            raise GateError(
-                f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}"
-            )
+            raise _build_refusal(verdict)
         was_withdrawn = _check_withdrawal(layout, bundle, forced=options.force)
         registered = registry.find_version(bundle.model_digest)
         alias = check_alias(layout, registry, before, target=None if _is_emptied(layout, before) else registered)
@@ -157,7 +157,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         if options.dry_run:
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
             plan = promotion.plan_steps(layout, intent, registered, *first_steps)
-            return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
+            return PromotionResult(champion=champion, replaced=before.champion, plan=plan, notes=tuple(notes))
         _, signer_notes = _store_model(project, registry, bundle, exported, champion.forced, approved)
         page = None if registry.server else model_store.gate_page_path(layout, bundle.model_digest).as_uri()
         tags = promotion.model_tags(bundle, verdict, report, page)
@@ -418,6 +418,12 @@ def _check_evidence(
                 f"{version_label(current) if current else 'none'}"
                 f"{promotion.describe_last_promotion(ledger.read_entries(layout.promotions))}; run `dvc repro`"
             )
+
+
+def _build_refusal(verdict: Verdict) -> GateError:
+    """Return the error for a verdict that is not PROMOTE, with the rules that the model does not pass."""
+    reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
+    return GateError(f"model {verdict.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}")
 
 
 def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
