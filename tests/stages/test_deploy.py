@@ -14,9 +14,11 @@ import pytest
 from promoted_models import NAME, SETTINGS, make_champion, promote_fake_model, store_fake_model
 from ratchet.cli.deploy import format_deployment
 from ratchet.cli.main import main
+from ratchet.config import params_file
 from ratchet.config.promote import Promote
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import ChampionError, DamagedFileError, InputError, LockHeldError, SettingsError, StorageError
-from ratchet.registry import keys, ledger, model_store, signature
+from ratchet.registry import approvals, keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.signature import SIGNATURE
@@ -441,6 +443,55 @@ def test_damaged_unsigned_and_untrusted_models_are_not_deployed(project: Project
     refused(SettingsError, "which this project does not trust")
     shutil.rmtree(folder)
     refused(ChampionError, r"does not exist\. Git does not track mlruns/")
+
+
+def approve_model(layout: ProjectLayout, model_digest: str, approver: keys.KeySigner) -> None:
+    """Add a signed approval to a promoted model's folder, as a promotion with promote.approvals does."""
+    predicate = approvals.ApprovalPredicate(
+        model_name=NAME, model_digest=model_digest, actor="bob", time=utc_timestamp(), key=approver.fingerprint
+    )
+
+    def add(scratch: Path) -> None:
+        files.make_directory(scratch / approvals.FOLDER)
+        text = approvals.sign_statement(approver, "e" * 64, predicate)
+        files.write_atomic(scratch / approvals.FOLDER / "bob.json", text)
+        signature.sign_folder(scratch, keys.load_signer(layout))
+
+    rebuild(layout.promoted_model(model_digest), SIGNATURE, then=add)
+
+
+def test_a_version_that_a_revoked_key_approved_is_not_deployed(
+    project: ProjectLayout, served: Path, tmp_path: Path
+) -> None:
+    bob = ProjectLayout(tmp_path / "bob")
+    (tmp_path / "bob.pem").write_text(keys.create_key_pair(bob).public)
+    first = promote_fake_model(project, "a")
+    keys.trust_key(project, tmp_path / "bob.pem")
+    project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    approver = keys.load_signer(bob)
+    approve_model(project, first.model_digest, approver)
+    deploy_to(project, served)
+    promote_fake_model(project, "b")
+    deploy_to(project, served)
+    keys.revoke_trust(project, approver.fingerprint, "laptop lost")
+    says = (
+        r"version 1: an approval of its promotion does not count: .*bob\.json: signed by key .*revoked "
+        r"\(laptop lost\).*Deploy another version \(--version N\), or promote a model with new approvals"
+    )
+    for options in (DeployOptions(version=1, smoke_test=False), DeployOptions(rollback=True)):
+        with pytest.raises(SettingsError, match=says):
+            deploy_to(project, served, options)
+        assert content(served) == "b"
+    (project.promoted_model(first.model_digest) / "bundle.json").unlink()
+    result = deploy_to(project, served, DeployOptions(rollback=True))  # an emergency does not wait for the registry
+    assert "bundle.json: not found" in format_deployment(result)
+    assert content(served) == "a"
+    deploy_to(project, served, DeployOptions(rollback=True))
+    project.params.unlink()  # a machine that knows only the key of the model
+    project.promoted_model(first.model_digest).rename(tmp_path / "damaged")
+    approve_model(project, promote_fake_model(project, "a").model_digest, approver)
+    deploy_to(project, served)
+    assert content(served) == "a"
 
 
 def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: ProjectLayout, served: Path) -> None:
