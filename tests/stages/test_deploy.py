@@ -285,7 +285,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "model swapped": (swap_model, "model-f16.gguf: is a copy of gguf/model-q4_0.gguf; expected gguf/model-f16.gguf"),
     "model removed": (remove_model, "gguf/model-f16.gguf: missing, although format gguf/f16 has it"),
     "server file removed": (remove_server_file, "Modelfile: missing, although format gguf/f16 has it"),
-    "file added": (add_other_file, "gguf/model.gguf: is no file of format gguf/f16"),
+    "file added": (add_other_file, "gguf/model.gguf: does not belong to format gguf/f16"),
     "link to a folder": (link_folder, "extra: found a link; a release has only files and folders"),
     "link to the model": (link_model, "model-f16.gguf: found a link"),
     "link to the release": (link_release, "-gguf-f16: found a link"),

@@ -236,8 +236,8 @@ def update_champion(
 def replay_entries(entries: Sequence[Promotion], start: int = 0, file: ChampionFile | None = None) -> ChampionFile:
     """Compute the champion file that the ledger's entries produce.
 
-    A promotion without a previous version was made with an empty champion file, and starts anew. A rollback without one
-    repaired such a file, so the history before it still counts.
+    A promotion without a previous version was made with an empty champion file, and starts a new history. A rollback
+    without one repaired such a file, so the history before it still counts.
 
     Args:
         entries: all entries, oldest first.

@@ -189,7 +189,7 @@ def rollback(
 
     Raises:
         SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
-        GateError: the version was itself rolled back, and there is no reason.
+        GateError: the version was itself rolled back, and the options have no reason.
         ChampionError: the version does not exist or was never champion; its model is missing, damaged, not signed by a
             trusted key, or fails the smoke test; the champion changed meanwhile; or champion file and registry name
             different versions, and neither is the version to restore.

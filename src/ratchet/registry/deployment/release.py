@@ -291,7 +291,7 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
         if name not in release.origins:
             problem = f"missing, although format {artifact.name} has it"
         elif name not in expected_files:
-            problem = f"is no file of format {artifact.name}"
+            problem = f"does not belong to format {artifact.name}"
         else:
             problem = f"is a copy of {release.origins[name]}; expected {expected_files[name]}"
         raise DamagedFileError(f"{folder / name}: {problem}; deploy the version again")

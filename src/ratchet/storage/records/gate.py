@@ -165,7 +165,7 @@ class ChampionFile(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no model was promoted yet, or the file starts anew."""
+        """Whether no model was promoted yet, or the file was emptied."""
         return self == ChampionFile()
 
     @property
