@@ -4,13 +4,15 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ratchet.errors import DamagedFileError
-from ratchet.registry import ledger
+from ratchet.errors import ChampionError, DamagedFileError
+from ratchet.registry import ledger, promotion
 from ratchet.storage import digests
-from ratchet.storage.records.gate import Champion, ChampionFile, Promotion, PromotionApprovals
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.gate import Champion, ChampionFile, Promotion, PromotionApprovals, read_champion
 
 
 def entry(number: int) -> Promotion:
@@ -27,16 +29,23 @@ def champions(version: int, head: str | None) -> ChampionFile:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def layout(tmp_path: Path) -> ProjectLayout:
+    layout = ProjectLayout(tmp_path)
     for number in (1, 2, 3):
-        ledger.append_entry(tmp_path / "promotions.jsonl", entry(number))
-    return tmp_path / "promotions.jsonl"
+        ledger.append_entry(layout.promotions, entry(number))
+    return layout
 
 
-def test_each_entry_names_the_one_before(path: Path) -> None:
+@pytest.fixture
+def path(layout: ProjectLayout) -> Path:
+    return layout.promotions
+
+
+def test_each_entry_names_the_one_before(layout: ProjectLayout) -> None:
+    path = layout.promotions
     first, second, third = ledger.read_entries(path)
     assert (first.previous, second.previous, third.previous) == (None, first.digest, second.digest)
-    ledger.check_champion(path, [first, second, third], champions(3, third.digest))
+    ledger.check_champion(layout, [first, second, third], champions(3, third.digest))
     assert ledger.read_entries(path.with_name("none")) == []
 
 
@@ -96,8 +105,8 @@ def test_damage_is_found_at_its_line(path: Path, what: str) -> None:
     assert path.read_bytes() == before
 
 
-def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
-    entries = ledger.read_entries(path)
+def test_the_champion_file_must_name_the_newest_entry(layout: ProjectLayout) -> None:
+    entries = ledger.read_entries(layout.promotions)
     cases = [
         (entries[:2], champions(3, entries[2].digest), r":3: .*the end of the ledger was removed"),
         (entries, champions(2, entries[1].digest), r":3: the champion file ends at line 2"),
@@ -112,9 +121,9 @@ def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
     ]
     for found, file, message in cases:
         with pytest.raises(DamagedFileError, match=message):
-            ledger.check_champion(path, found, file)
-    ledger.check_champion(path, entries, ChampionFile())  # a new champion file
-    ledger.check_champion(path, [], champions(1, None))  # promoted before the ledger existed
+            ledger.check_champion(layout, found, file)
+    ledger.check_champion(layout, entries, ChampionFile())  # a new champion file
+    ledger.check_champion(layout, [], champions(1, None))  # promoted before the ledger existed
 
 
 def test_entries_without_approvals_keep_the_digest_of_earlier_versions() -> None:
@@ -123,3 +132,67 @@ def test_entries_without_approvals_keep_the_digest_of_earlier_versions() -> None
     assert b"approvals" not in ledger.encode_entry(first)
     approved = PromotionApprovals(required=1, missing=0, verdict_digest="v" * 64, approvers=())
     assert ledger.entry_digest(first.model_copy(update={"approvals": approved})) != ledger.entry_digest(first)
+
+
+def test_each_field_of_the_champion_file_is_checked(tmp_path: Path) -> None:
+    """Entries: version 1 becomes the anchor; 2; 3; a rollback to 2; a repair of an emptied file by a rollback to 2."""
+    layout = ProjectLayout(tmp_path)
+    steps: list[dict[str, Any]] = [
+        {"version": 1, "is_anchor": True},
+        {"version": 2, "previous_version": 1},
+        {"version": 3, "previous_version": 2},
+        {"version": 2, "previous_version": 3, "action": "rollback"},
+        {"version": 2, "previous_version": None, "action": "rollback"},
+    ]
+    for number, step in enumerate(steps):
+        made = entry(step["version"]).model_copy(update={"id": f"event {number}", "actor": "ada"} | step)
+        ledger.append_entry(layout.promotions, made)
+    entries = ledger.read_entries(layout.promotions)
+    two, one = (champions(version, None).champion for version in (2, 1))
+    whole = ChampionFile(champion=two, previous=(one,), anchor=one, ledger=entries[-1].digest)
+    assert ledger.replay_entries(entries) == whole
+    ledger.check_champion(layout, entries, whole)
+    ledger.check_fields(layout, entries, ledger.replay_entries(entries[:3]))  # an earlier commit, as of `dvc repro`
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"anchor": None}, "anchor: found none; expected version 1"),
+        ({"anchor": two}, "anchor.version: found 2; expected 1"),
+        ({"anchor": one.model_copy(update={"run_id": "x"})}, "anchor.run_id: found x; expected run"),
+        ({"previous": ()}, r"previous\[0\]: found none; expected version 1"),
+        ({"previous": (one, champions(3, None).champion)}, r"previous\[1\]: found version 3; expected none"),
+        ({"champion": two.model_copy(update={"adapter_digest": "b" * 64})}, "champion.adapter_digest: found bbb"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ChampionError, match=rf"champion\.json: {message}.*restore the file from git") as refused:
+            ledger.check_champion(layout, entries, whole.model_copy(update=change))
+        assert "write {} into it and run `ratchet rollback 2`" in str(refused.value)
+    for change in ({"anchor": one}, {"previous": (one,)}):
+        with pytest.raises(ChampionError, match="but no champion; restore the file from git"):
+            ledger.check_champion(layout, entries, ChampionFile(**change))
+
+
+def test_a_ledger_that_is_younger_than_its_champion_does_not_know_what_came_before(tmp_path: Path) -> None:
+    layout = ProjectLayout(tmp_path)
+    for version in (3, 4):
+        made = entry(version).model_copy(update={"previous_version": version - 1})
+        ledger.append_entry(layout.promotions, made)
+    entries = ledger.read_entries(layout.promotions)
+    one, two, three, four = (champions(version, None).champion for version in (1, 2, 3, 4))
+    file = ChampionFile(champion=four, previous=(three, two, one), anchor=one, ledger=entries[-1].digest)
+    ledger.check_champion(layout, entries, file)
+    with pytest.raises(ChampionError, match=r"previous\[0\]\.version: found 2; expected 3"):
+        ledger.check_champion(layout, entries, file.model_copy(update={"previous": (two, one)}))
+
+
+def test_a_fetched_promotion_fills_an_emptied_champion_file(tmp_path: Path) -> None:
+    layout = ProjectLayout(tmp_path)
+    first = entry(1).model_copy(update={"is_anchor": True, "actor": "ada"})
+    ledger.append_entry(layout.promotions, first)
+    shared = ledger.read_entries(layout.promotions)
+    second = entry(2).model_copy(update={"previous_version": 1, "actor": "bob"})
+    shared.append(ledger.chain_entry(shared, second))
+    ChampionFile().save(layout.champion)
+    assert promotion.pull_shared(layout, shared, "the server") == [shared[1]]
+    file = read_champion(layout.champion)
+    ledger.check_champion(layout, ledger.read_entries(layout.promotions), file)
+    assert file.anchor is not None
+    assert ([one.version for one in file.previous], file.anchor.version) == ([1], 1)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +14,18 @@ import pytest
 from promoted_models import NAME, SETTINGS, make_champion, promote_fake_model, store_fake_model
 from ratchet.cli.deploy import format_deployment
 from ratchet.cli.main import main
+from ratchet.config import params_file
 from ratchet.config.promote import Promote
+from ratchet.config.units import utc_timestamp
 from ratchet.errors import ChampionError, DamagedFileError, InputError, LockHeldError, SettingsError, StorageError
-from ratchet.registry import keys, ledger, model_store, signature
+from ratchet.registry import approvals, keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.signature import SIGNATURE
+from ratchet.stages.audit import audit
 from ratchet.stages.deploy import DeployOptions, DeployResult, check_release, deploy
 from ratchet.stages.project import Project
+from ratchet.stages.verify import verify
 from ratchet.storage import files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -216,6 +221,120 @@ def test_a_release_cannot_hide_that_it_was_forced(project: ProjectLayout, served
             check_release(project, folder)
 
 
+def change_origins(folder: Path, origins: dict[str, str]) -> None:
+    """Change the unsigned records of a release, so that they fit its files."""
+    content = json.loads((folder / "release.json").read_bytes())
+    (folder / "release.json").write_bytes(files.json_bytes(content | {"origins": origins}))
+    seal_again(folder)
+
+
+def read_origins(folder: Path) -> dict[str, str]:
+    origins: dict[str, str] = json.loads((folder / "release.json").read_bytes())["origins"]
+    return origins
+
+
+def swap_model(folder: Path) -> None:
+    """Put the bytes of another signed format in the place of the model."""
+    model = folder / "gguf" / "model-f16.gguf"
+    model.write_text(model.read_text().replace("gguf/f16", "gguf/q4_0"))
+    change_origins(folder, read_origins(folder) | {"gguf/model-f16.gguf": "gguf/model-q4_0.gguf"})
+
+
+def remove_model(folder: Path) -> None:
+    (folder / "gguf" / "model-f16.gguf").unlink()
+    change_origins(folder, {k: v for k, v in read_origins(folder).items() if not k.startswith("gguf/")})
+
+
+def remove_server_file(folder: Path) -> None:
+    (folder / "Modelfile").unlink()
+    change_origins(folder, {k: v for k, v in read_origins(folder).items() if k != "Modelfile"})
+
+
+def add_other_file(folder: Path) -> None:
+    """Add a signed file of another format, which a server could read by mistake."""
+    (folder / "gguf" / "model.gguf").write_text("gguf/q4_0 of b")
+    change_origins(folder, read_origins(folder) | {"gguf/model.gguf": "gguf/model-q4_0.gguf"})
+
+
+def link_folder(folder: Path) -> None:
+    outside = folder.parents[2] / "evil"
+    outside.mkdir(exist_ok=True)
+    (folder / "extra").symlink_to(outside)
+
+
+def link_model(folder: Path) -> None:
+    model = folder / "gguf" / "model-f16.gguf"
+    model.rename(folder.parents[2] / model.name)
+    model.symlink_to(folder.parents[2] / model.name)
+
+
+def link_release(folder: Path) -> None:
+    outside = folder.parents[2] / f"release-{folder.stat().st_ino}"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+
+
+def change_kind(folder: Path) -> None:
+    """Let the release claim to be something that is never signed."""
+    (folder / "gguf" / "model-f16.gguf").write_text("evil")
+    (folder / files.MANIFEST).unlink()
+    files.seal_directory(folder, "data")
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "model swapped": (swap_model, "model-f16.gguf: is a copy of gguf/model-q4_0.gguf; expected gguf/model-f16.gguf"),
+    "model removed": (remove_model, "gguf/model-f16.gguf: missing, although format gguf/f16 has it"),
+    "server file removed": (remove_server_file, "Modelfile: missing, although format gguf/f16 has it"),
+    "file added": (add_other_file, "gguf/model.gguf: does not belong to format gguf/f16"),
+    "link to a folder": (link_folder, "extra: found a link; a release has only files and folders"),
+    "link to the model": (link_model, "model-f16.gguf: found a link"),
+    "link to the release": (link_release, "-gguf-f16: found a link"),
+    "other kind": (change_kind, "found a sealed 'data'; expected 'release'"),
+}
+"""Changes that need write access to the release and no key, with the message about each."""
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_release_whose_unsigned_records_were_forged_is_damaged(
+    project: ProjectLayout, served: Path, name: str
+) -> None:
+    forge, says = FORGERIES[name]
+    of_format = DeployOptions(format="gguf/f16", smoke_test=False)
+    promote_fake_model(project, "b", ("hf", "gguf/f16", "gguf/q4_0"))
+    deploy_to(project, served, of_format)
+    folder = (served / "current").resolve()
+    forge(folder)
+    for path in (served / "current", served):
+        report = verify([path], project=project.root)
+        assert not report.is_intact
+        problems = [f"{one.path}: {one.text}" for one in report.findings if one.status == "damaged"]
+        assert any(says in problem for problem in problems), problems
+    facts = audit(Project.from_parts(project, SETTINGS), None, [served]).list_facts("contradicted")
+    assert any(says in fact.proof for fact in facts if fact.section == "deployment"), facts
+    deploy_to(project, served, DeployOptions(format="hf", smoke_test=False))
+    with pytest.raises(DamagedFileError, match=re.escape(says)):
+        deploy_to(project, served, DeployOptions(rollback=True))
+    assert (served / "current" / "hf").is_dir()
+    result = deploy_to(project, served, of_format)
+    assert "is replaced: " in format_deployment(result)
+    assert verify([served / "current"], project=project.root).is_intact
+    forge(folder)
+    result = deploy_to(project, served, of_format)
+    assert result.status == "deployed"
+    assert f"the release that was current until now was damaged: {folder}" in format_deployment(result)
+    assert (folder / "gguf" / "model-f16.gguf").read_text() == "gguf/f16 of b"
+
+
+def test_verify_reports_a_link_to_a_foreign_folder(project: ProjectLayout, served: Path, tmp_path: Path) -> None:
+    promote_fake_model(project, "a")
+    deploy_to(project, served)
+    (served / "current").unlink()
+    (served / "current").symlink_to(tmp_path)
+    report = verify([served], project=project.root)
+    assert [finding.status for finding in report.findings].count("damaged") == 1
+    assert f"found a link to {tmp_path}; expected a link to a release" in report.findings[0].text
+
+
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +443,55 @@ def test_damaged_unsigned_and_untrusted_models_are_not_deployed(project: Project
     refused(SettingsError, "which this project does not trust")
     shutil.rmtree(folder)
     refused(ChampionError, r"does not exist\. Git does not track mlruns/")
+
+
+def approve_model(layout: ProjectLayout, model_digest: str, approver: keys.KeySigner) -> None:
+    """Add a signed approval to a promoted model's folder, as a promotion with promote.approvals does."""
+    predicate = approvals.ApprovalPredicate(
+        model_name=NAME, model_digest=model_digest, actor="bob", time=utc_timestamp(), key=approver.fingerprint
+    )
+
+    def add(scratch: Path) -> None:
+        files.make_directory(scratch / approvals.FOLDER)
+        text = approvals.sign_statement(approver, "e" * 64, predicate)
+        files.write_atomic(scratch / approvals.FOLDER / "bob.json", text)
+        signature.sign_folder(scratch, keys.load_signer(layout))
+
+    rebuild(layout.promoted_model(model_digest), SIGNATURE, then=add)
+
+
+def test_a_version_that_a_revoked_key_approved_is_not_deployed(
+    project: ProjectLayout, served: Path, tmp_path: Path
+) -> None:
+    bob = ProjectLayout(tmp_path / "bob")
+    (tmp_path / "bob.pem").write_text(keys.create_key_pair(bob).public)
+    first = promote_fake_model(project, "a")
+    keys.trust_key(project, tmp_path / "bob.pem")
+    project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    approver = keys.load_signer(bob)
+    approve_model(project, first.model_digest, approver)
+    deploy_to(project, served)
+    promote_fake_model(project, "b")
+    deploy_to(project, served)
+    keys.revoke_trust(project, approver.fingerprint, "laptop lost")
+    says = (
+        r"version 1: an approval of its promotion does not count: .*bob\.json: signed by key .*revoked "
+        r"\(laptop lost\).*Deploy another version \(--version N\), or promote a model with new approvals"
+    )
+    for options in (DeployOptions(version=1, smoke_test=False), DeployOptions(rollback=True)):
+        with pytest.raises(SettingsError, match=says):
+            deploy_to(project, served, options)
+        assert content(served) == "b"
+    (project.promoted_model(first.model_digest) / "bundle.json").unlink()
+    result = deploy_to(project, served, DeployOptions(rollback=True))  # an emergency does not wait for the registry
+    assert "bundle.json: not found" in format_deployment(result)
+    assert content(served) == "a"
+    deploy_to(project, served, DeployOptions(rollback=True))
+    project.params.unlink()  # a machine that knows only the key of the model
+    project.promoted_model(first.model_digest).rename(tmp_path / "damaged")
+    approve_model(project, promote_fake_model(project, "a").model_digest, approver)
+    deploy_to(project, served)
+    assert content(served) == "a"
 
 
 def test_rollback_refuses_a_changed_release_and_deploy_makes_it_again(project: ProjectLayout, served: Path) -> None:

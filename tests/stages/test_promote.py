@@ -1,6 +1,8 @@
 """Tests of `ratchet promote` and `ratchet rollback`: registry, ledger and champion file always agree."""
 
+import json
 import os
+import re
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -35,10 +37,14 @@ from ratchet.errors import (
     SettingsError,
     TrackingError,
 )
-from ratchet.registry import keys, promotion, signature
+from ratchet.quality_gate import test_sets
+from ratchet.registry import keys, ledger, promotion, signature
 from ratchet.registry.model_store import FORCED, KIND
+from ratchet.stages.audit import audit
+from ratchet.stages.deploy import DeployOptions, deploy
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, PromotionResult, promote, rollback, run_smoke_test
+from ratchet.stages.promotions import promotions
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -174,7 +180,8 @@ def test_promotions_and_rollbacks_in_turn(tracked_project: ProjectLayout) -> Non
     assert list_champions(tracked_project) == ["b"]
     with pytest.raises(ChampionError, match="no previous champion"):
         run_rollback(tracked_project)
-    run_rollback(tracked_project, 3)  # a former champion can be restored by its number
+    reinstate = PromoteOptions(reason="it was the server")
+    run_rollback(tracked_project, 3, reinstate)  # a former champion can be restored by its number
     assert list_champions(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
         run_rollback(tracked_project, 9)
@@ -284,6 +291,22 @@ def test_a_refused_promotion_changes_nothing(tracked_project: ProjectLayout, nam
     assert_nothing_promoted(tracked_project)
 
 
+def test_earlier_decisions_under_other_rules_are_named(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    write_outputs(tracked_project, "a")
+    earlier = {"rules": "of yesterday", "decision": "REJECT"}
+    test_sets.record_verdict(tracked_project, Verdict.load(tracked_project.verdict).model_copy(update=earlier))
+    write_verdict(tracked_project, "PROMOTE")
+    for arguments in (["--dry-run"], []):
+        assert main(["--project", str(tracked_project.root), "promote", *arguments]) == 0
+        output = capsys.readouterr().out
+        assert "\n  note: under different rules the gate decided REJECT for this model on these samples" in output
+    promoted(tracked_project, "b")
+    assert "under different rules" not in format_promotion(run_rollback(tracked_project), tracked_project)
+
+
 def test_a_verdict_reached_by_other_rules_is_refused(tracked_project: ProjectLayout) -> None:
     write_outputs(tracked_project, "a")
     stricter = Gate(rules=(AtLeastRule(rule="at_least", metric="accuracy", value=0.99),))
@@ -336,6 +359,76 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
     assert anchor(tracked_project) == 3
     assert [entry.is_anchor for entry in read_ledger(tracked_project)] == [True, False, True, False, True]
     assert list_champions(tracked_project) == ["c", "a"]
+
+
+def edit_champion_file(layout: ProjectLayout, **changes: Any) -> None:
+    content = json.loads(layout.champion.read_bytes())
+    layout.champion.write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+def test_an_anchor_that_was_removed_is_refused_and_a_repair_restores_it(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    project = Project(tracked_project.root)
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    whole = read_champion(tracked_project.champion)
+    says = (
+        r"champion\.json: anchor: found none; expected version 1, which .*promotions\.jsonl says; restore .* from git"
+    )
+    edit_champion_file(tracked_project, anchor=None)
+    for command in (["promote"], ["rollback", "1"], ["gate"], ["gate", "--check"]):
+        assert main(["--project", str(project.root), *command]) == 2
+        assert re.search(says, capsys.readouterr().err), command
+    write_outputs(tracked_project, "c")
+    for run in (lambda: run_promote(tracked_project, FORCE), lambda: run_rollback(tracked_project)):
+        with pytest.raises(ChampionError, match=says):
+            run()
+    with pytest.raises(ChampionError, match=says):
+        deploy(project, tracked_project.root / "served", DeployOptions(smoke_test=False))
+    [problem] = promotions(project).problems
+    assert re.search(says, problem)
+    [fact] = [one for one in audit(project).list_facts("contradicted") if one.name == "champion file"]
+    assert "anchor: found none; expected version 1" in fact.proof
+    edit_champion_file(tracked_project, anchor=whole.anchor and whole.anchor.model_dump(), previous=[])
+    with pytest.raises(ChampionError, match=r"previous\[0\]: found none; expected version 1"):
+        run_promote(tracked_project)
+
+    files.write_json(tracked_project.champion, {})
+    assert any(one.name == "champion file" for one in audit(project).list_facts("contradicted"))
+    run_rollback(tracked_project, 2)
+    repaired = read_champion(tracked_project.champion)
+    assert repaired.model_copy(update={"ledger": whole.ledger}) == whole
+    assert not audit(project).list_facts("contradicted")
+    assert list_champions(tracked_project) == ["b", "a"]
+
+
+def test_an_emptied_champion_file_makes_no_new_anchor(tracked_project: ProjectLayout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    files.write_json(tracked_project.champion, {})
+    write_verdict(tracked_project, "PROMOTE")  # of b, compared with nothing
+    with pytest.raises(ChampionError, match=r"names no champion, but the .*version 2.*`ratchet rollback 2`"):
+        run_promote(tracked_project)
+    run_rollback(tracked_project, 2)
+    assert (anchor(tracked_project), list_champions(tracked_project)) == (1, ["b", "a"])
+    promoted(tracked_project, "c")
+    assert anchor(tracked_project) == 1
+
+
+def test_a_rolled_back_anchor_has_the_mark_of_its_last_promotion(tracked_project: ProjectLayout) -> None:
+    promoted(tracked_project, "a")  # the anchor, not forced
+    promoted(tracked_project, "b")
+    run_rollback(tracked_project, 1)
+    promoted(tracked_project, "c")
+    write_outputs(tracked_project, "a", "HOLD")
+    run_promote(tracked_project, FORCE)
+    promoted(tracked_project, "d")
+    run_rollback(tracked_project, 3)
+    run_rollback(tracked_project, 1)
+    assert champion(tracked_project).forced is not None
+    assert list_champions(tracked_project)[0] == "a"
 
 
 # --- promotion against the verdict ------------------------------------------------------------------------------------
@@ -732,6 +825,38 @@ def test_a_model_that_was_rolled_back_needs_force(tracked_project: ProjectLayout
     assert "despite a rollback of this model: it was the load balancer" in text
     assert list_champions(tracked_project) == ["b", "a"]
     assert champion(tracked_project).forced is not None
+
+
+def test_a_rollback_to_a_model_that_was_rolled_back_needs_a_reason(
+    tracked_project: ProjectLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow import MlflowClient
+
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    one, two = promoted(tracked_project, "a"), promoted(tracked_project, "b")
+    run_rollback(tracked_project, 1, PromoteOptions(reason="bad in production"))
+    before = read_tree(tracked_project.root)
+    for options in (PromoteOptions(), PromoteOptions(dry_run=True)):
+        with pytest.raises(
+            GateError, match=r"was rolled back on .* \(bad in production\); .*`ratchet rollback 2 --reas"
+        ):
+            run_rollback(tracked_project, 2, options)
+    assert main(["--project", str(tracked_project.root), "rollback", "2"]) == 3
+    assert "to make it champion again: `ratchet rollback 2 --reason TEXT`" in capsys.readouterr().err
+    assert read_tree(tracked_project.root) == before
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    client.set_registered_model_alias(NAME, "champion", "2")
+    write_outputs(tracked_project, "c")
+    with pytest.raises(ChampionError, match=r"choose one: `ratchet rollback 1` or `ratchet rollback 2 --reason TEXT`"):
+        run_promote(tracked_project)
+    client.set_registered_model_alias(NAME, "champion", "1")
+    run_rollback(tracked_project, 2, PromoteOptions(reason="it was the load balancer"))
+    entries = read_ledger(tracked_project)
+    assert [ledger.find_withdrawal(entries, model) for model in (one, two)] == [None, None]
+    project = Project(tracked_project.root)
+    assert not any(fact.status == "contradicted" for fact in audit(project).facts)
+    run_rollback(tracked_project, 1)  # version 1 was never bad, so this needs no reason
+    assert ledger.find_withdrawal(read_ledger(tracked_project), two) is not None
 
 
 def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: ProjectLayout) -> None:

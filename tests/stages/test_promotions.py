@@ -65,7 +65,7 @@ def test_the_history_and_every_disagreement(history: ProjectLayout, capsys: pyte
     text = format_history(shown)
     assert "names version 1 (" in text
     assert ", but the registry's alias points to version 2" in text
-    assert "choose one: `ratchet rollback 1` or `ratchet rollback 2`" in text
+    assert "choose one: `ratchet rollback 1` or `ratchet rollback 2 --reason TEXT`" in text
     MlflowModelRegistry(history, NAME).set_champion(1, expected=2)
 
     content = history.promotions.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.settings import Settings
-from ratchet.registry import keys, ledger, model_store, promotion, signature
+from ratchet.registry import keys, ledger, model_store, signature
 from ratchet.registry.deployment import server_files
 from ratchet.storage import digests, files
 from ratchet.storage.layout import ProjectLayout
@@ -108,7 +108,7 @@ def make_champion(layout: ProjectLayout, model_digest: str, action: Any = "promo
             previous_version=before.champion.version if before.champion else None,
         ),
     )  # fmt: skip
-    promotion.update_champion(before, action, champion, False, added.digest).save(layout.champion)
+    ledger.update_champion(before, action, champion, False, added.digest).save(layout.champion)
     return version
 
 

@@ -112,7 +112,7 @@ def list_champions(layout: ProjectLayout) -> list[str]:
 def read_ledger(layout: ProjectLayout) -> list[Promotion]:
     """Return the entries of the ledger. Check that the ledger is complete and agrees with the champion file."""
     entries = ledger.read_entries(layout.promotions)
-    ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
+    ledger.check_champion(layout, entries, read_champion(layout.champion))
     return entries
 
 

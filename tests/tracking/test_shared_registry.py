@@ -133,7 +133,7 @@ def test_a_team_sees_one_champion_and_each_fetches_it(team: Team, server: str) -
     assert "version 3" in team.promote("bob", "c", "HOLD")
     team.history("ada")
     rollback(team.project("ada"), 1, smoke_test=accept_model)
-    rollback(team.project("ada"), 3, smoke_test=accept_model)
+    rollback(team.project("ada"), 3, PromoteOptions(reason="version 1 is worse"), smoke_test=accept_model)
     champion = read_champion(team.layouts["ada"].champion).champion
     assert champion is not None
     assert champion.forced is not None
@@ -632,7 +632,7 @@ def test_changed_tags_neither_hide_a_forced_promotion_nor_rename_a_model(team: T
     client = MlflowClient(server, server)
     client.set_model_version_tag(name, "2", "ratchet.forced", "false")
     client.delete_model_version_tag(name, "2", "ratchet.adapter_digest")
-    rollback(team.project("ada"), 2, smoke_test=accept_model)
+    rollback(team.project("ada"), 2, PromoteOptions(reason="version 1 is worse"), smoke_test=accept_model)
     champion = read_champion(team.layouts["ada"].champion).champion
     assert champion is not None
     assert champion.forced is not None

@@ -48,6 +48,7 @@ def format_promotion(result: "PromotionResult", layout: ProjectLayout) -> str:
 
 
 def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[str]:
+    from ratchet.registry.keys import SHOWN_DIGITS
     from ratchet.registry.promotion import version_label
 
     champion, entry = result.champion, result.promotion
@@ -62,7 +63,8 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
     if (forced := champion.forced) and entry.action == "promote":
         lines.append(f"FORCED by {forced.actor} despite {forced.obstacle}: {forced.reason}")
     elif entry.approvals is not None:
-        lines.append(f"approved by {', '.join(approver.actor for approver in entry.approvals.approvers)}")
+        approvers = (f"{one.actor} ({one.signer[:SHOWN_DIGITS]})" for one in entry.approvals.approvers)
+        lines.append(f"approved by {', '.join(approvers)}")
     return lines
 
 

@@ -12,7 +12,9 @@ HELP = "make an earlier version champion again"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
-    parser.add_argument("--reason", metavar="TEXT", help="the reason; recorded in the ledger")
+    parser.add_argument(
+        "--reason", metavar="TEXT", help="the reason; required for a version that was rolled back itself"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only list the steps")
 
 

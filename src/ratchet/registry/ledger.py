@@ -1,20 +1,24 @@
 """Reads and appends the promotion ledger: a chain of JSON lines, one for each promotion or rollback.
 
 Each line contains the digest of the previous line. A changed, removed, inserted or moved line breaks the chain. A
-truncated file is detected because the champion file names the newest entry. Appending replaces the whole file, so that
-after a crash it contains the new line completely or not at all.
+truncated file is detected because the champion file names the newest entry. The champion file, in turn, must be the one
+that the entries produce (`replay_entries`). Appending replaces the whole file, so that after a crash it contains the
+new line completely or not at all.
 """
 
 import getpass
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
-from ratchet.errors import DamagedFileError, SettingsError
+from ratchet.errors import ChampionError, DamagedFileError, SettingsError
 from ratchet.storage import digests, files, html
-from ratchet.storage.records.gate import Champion, ChampionFile, ForcedPromotion, Promotion
+from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.gate import Action, Champion, ChampionFile, ForcedPromotion, Promotion
 
 ACTOR_VARIABLE = "RATCHET_ACTOR"
 """Environment variable with the name of the person or service that promotes."""
@@ -204,23 +208,73 @@ def champion_of(entry: Promotion, entries: Sequence[Promotion]) -> Champion:
     )  # fmt: skip
 
 
+def update_champion(
+    current: ChampionFile, action: Action, champion: Champion, is_anchor: bool, head: str
+) -> ChampionFile:
+    """Compute the champion file after a promotion or rollback; no file is written.
+
+    Args:
+        current: the current file.
+        action: a promotion puts the old champion first among the previous ones; a rollback removes the old champion,
+            because it failed.
+        champion: the new champion; the file names every version once.
+        is_anchor: whether the new champion also becomes the anchor.
+        head: digest of the ledger's entry.
+    """
+    candidates: Iterable[Champion] = current.previous
+    if action == "promote" and current.champion:
+        candidates = (current.champion, *current.previous)
+    previous = {c.version: c for c in candidates if c.version != champion.version}
+    return ChampionFile(
+        champion=champion,
+        previous=tuple(previous.values()),
+        anchor=champion if is_anchor else current.anchor,
+        ledger=head,
+    )
+
+
+def replay_entries(entries: Sequence[Promotion], start: int = 0, file: ChampionFile | None = None) -> ChampionFile:
+    """Compute the champion file that the ledger's entries produce.
+
+    A promotion without a previous version was made with an empty champion file, and starts a new history. A rollback
+    without one repaired such a file, so the history before it still counts.
+
+    Args:
+        entries: all entries, oldest first.
+        start: number of entries that `file` contains already.
+        file: the champion file before the other entries; None: an empty one.
+    """
+    file = file or ChampionFile()
+    for number, entry in enumerate(entries[start:], start=start + 1):
+        if entry.previous_version is None and entry.action == "promote":
+            file = ChampionFile()
+        champion = champion_of(entry, entries[:number])
+        file = update_champion(file, entry.action, champion, entry.is_anchor, entry.digest)
+    return file
+
+
 def entry_digest(entry: Promotion) -> str:
     """Return the SHA-256 of an entry's canonical JSON without the field `digest`."""
     return digests.hash_json(entry.model_dump(mode="json", exclude={"digest"}))
 
 
-def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile) -> None:
-    """Check that the champion file names the newest entry, and that this entry names the champion.
+def check_champion(layout: ProjectLayout, entries: Sequence[Promotion], file: ChampionFile) -> None:
+    """Check that the champion file is the one that the ledger's entries produce.
 
-    A champion file that names neither champion nor entry is new. The next promotion is then chained to the newest
-    entry.
+    An empty champion file is new. The next promotion is then chained to the newest entry.
 
     Raises:
-        DamagedFileError: the champion file and the ledger do not match.
+        DamagedFileError: the champion file does not name the newest entry, or not the version of that entry.
+        ChampionError: another field of the champion file differs from the entries.
     """
-    champion, head = file.champion, file.ledger
-    if champion is None and head is None:
+    path, champion, head = layout.promotions, file.champion, file.ledger
+    if file.is_empty:
         return
+    if champion is None and head is None:
+        field = "previous" if file.previous else "anchor"
+        raise ChampionError(
+            f"{layout.champion}: {field}: found {field} models, but no champion; restore the file from git"
+        )
     if head is None:
         if entries:
             raise DamagedFileError(f"{path}: has {len(entries)} entries, but the champion file names none; {_RESTORE}")
@@ -243,6 +297,62 @@ def check_champion(path: Path, entries: Sequence[Promotion], file: ChampionFile)
             f"{path}:{len(entries)}: version {newest.version} became champion, but the champion file names {named}; "
             f"{_RESTORE}"
         )
+    check_fields(layout, entries, file)
+
+
+def check_fields(layout: ProjectLayout, entries: Sequence[Promotion], file: ChampionFile) -> None:
+    """Check each field of a champion file against the entries up to the one that it names.
+
+    Nothing is checked for a file that names no entry of the ledger; `check_champion` refuses that.
+
+    Raises:
+        ChampionError: a field differs; the message names it.
+    """
+    count = next((number for number, entry in enumerate(entries, start=1) if entry.digest == file.ledger), 0)
+    if not count:
+        return
+    counted = entries[:count]
+    expected = replay_entries(counted)
+    # A ledger that is younger than its first champion does not know what came before.
+    is_whole = any(entry.previous_version is None for entry in counted)
+    previous = file.previous if is_whole else file.previous[: len(expected.previous)]
+    anchor = file.anchor if is_whole or expected.anchor is not None else None
+    promoted = {entry.model_digest for entry in counted if entry.action == "promote"}
+    fields = [
+        ("champion", file.champion, expected.champion),
+        ("anchor", anchor, expected.anchor),
+        *(
+            (f"previous[{number}]", found, other)
+            for number, (found, other) in enumerate(zip_longest(previous, expected.previous))
+        ),
+    ]
+    for name, found, other in fields:
+        if (problem := _find_difference(name, found, other, promoted)) is not None:
+            raise ChampionError(
+                f"{layout.champion}: {problem}, which {layout.promotions} says; restore the file from git, or write "
+                f"{{}} into it and run `ratchet rollback {counted[-1].version}`"
+            )
+
+
+def _find_difference(
+    name: str, found: Champion | None, expected: Champion | None, promoted: Container[str]
+) -> str | None:
+    """Describe how a champion in the champion file differs from the ledger's; None if it does not.
+
+    The ledger knows only of the models in `promoted` whether their promotion was forced: another checkout with the same
+    registry may have promoted others.
+    """
+    if found is None or expected is None:
+        if found is expected:
+            return None
+        shown = ("none" if one is None else f"version {one.version}" for one in (found, expected))
+        return "{}: found {}; expected {}".format(name, *shown)
+    for field in Champion.model_fields:
+        values = getattr(found, field), getattr(expected, field)
+        if values[0] != values[1] and (field != "forced" or found.model_digest in promoted):
+            shown = (one.model_dump_json() if isinstance(one, Record) else str(one) for one in values)
+            return "{}.{}: found {}; expected {}".format(name, field, *shown)
+    return None
 
 
 def encode_entry(entry: Promotion) -> bytes:
@@ -251,12 +361,17 @@ def encode_entry(entry: Promotion) -> bytes:
 
 
 def find_withdrawal(entries: Sequence[Promotion], model_digest: str) -> Promotion | None:
-    """Find the rollback that replaced this model as champion, unless it became champion again later."""
+    """Find the rollback that replaced this model as champion, unless it became champion again later.
+
+    A rollback to a model that was itself withdrawn undoes that withdrawal. It does not say that the model between was
+    bad, so it withdraws nothing.
+    """
     models: dict[int, str] = {}
     withdrawals: dict[str, Promotion] = {}
     for entry in entries:
         models[entry.version] = entry.model_digest
-        if entry.action == "rollback" and entry.previous_version in models:
+        is_reinstatement = entry.model_digest in withdrawals
+        if entry.action == "rollback" and entry.previous_version in models and not is_reinstatement:
             withdrawals[models[entry.previous_version]] = entry
         withdrawals.pop(entry.model_digest, None)
     return withdrawals.get(model_digest)

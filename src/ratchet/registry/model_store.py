@@ -162,12 +162,10 @@ def require_match(folder: Path, file_digests: Mapping[str, str]) -> None:
     """
     bundle = ModelBundle.load(folder / BUNDLE)
     for artifact in bundle.artifacts:
-        path = artifact_path(artifact)
-        own = {name: sha for name, sha in file_digests.items() if name == path or name.startswith(f"{path}/")}
-        start = path.rfind("/") + 1 if path in own else len(path) + 1
-        if digests.hash_files({name[start:]: sha for name, sha in own.items()}) != artifact.digest:
-            problem = f"differs from format {artifact.name} in" if own else f"missing; format {artifact.name} is in"
-            raise DamagedFileError(f"{folder / path}: {problem} {BUNDLE}; run `dvc repro -f export`")
+        if (found := artifact_digest(artifact, file_digests)) != artifact.digest:
+            problem = f"differs from format {artifact.name} in" if found else f"missing; format {artifact.name} is in"
+            path = folder / artifact_path(artifact)
+            raise DamagedFileError(f"{path}: {problem} {BUNDLE}; run `dvc repro -f export`")
     if bundle.artifacts and model_digest(bundle.artifacts) != bundle.model_digest:
         raise DamagedFileError(
             f"{folder / BUNDLE}: model_digest does not match the digests of its formats; run `dvc repro -f export`"
@@ -178,6 +176,14 @@ def require_match(folder: Path, file_digests: Mapping[str, str]) -> None:
     for name, sha in expected.items():
         if sha is not None and file_digests.get(name) != sha:
             raise DamagedFileError(f"{folder / name}: differs from its digest in {BUNDLE}; run `dvc repro -f export`")
+
+
+def artifact_digest(artifact: ExportArtifact, file_digests: Mapping[str, str]) -> str | None:
+    """Compute the digest of a format from the SHA-256 of each file in its folder; None if the format has no file."""
+    path = artifact_path(artifact)
+    own = {name: sha for name, sha in file_digests.items() if name == path or name.startswith(f"{path}/")}
+    start = path.rfind("/") + 1 if path in own else len(path) + 1
+    return digests.hash_files({name[start:]: sha for name, sha in own.items()}) if own else None
 
 
 def artifact_path(artifact: ExportArtifact) -> str:

@@ -10,7 +10,7 @@ done.
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -181,7 +181,9 @@ def finish_promotion(
     entries = ledger.read_entries(layout.promotions)
     current = read_champion(layout.champion)
     if current.ledger != entry.digest and entries[-1] == entry:  # a server's later entries may be here already
-        update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
+        if current.is_empty and intent.action == "rollback":  # it repairs the file, whose history the ledger has
+            current = ledger.replay_entries(entries[:-1])
+        ledger.update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
     registry.annotate_version(version, champion.run_id, promotion_tags(entry), intent.description)
     line = 1 + next(n for n, e in enumerate(entries) if e.id == entry.id)
     source = registry.model_uri(version, layout.promoted_model(champion.model_digest))
@@ -260,12 +262,10 @@ def pull_shared(layout: ProjectLayout, shared: Sequence[Promotion], server: str)
         ledger.write_entries(layout.promotions, entries)
     file = read_champion(layout.champion)
     heads = [entry.digest for entry in entries]
-    is_behind = file.ledger in heads or (file.ledger is None and file.champion is None)
+    is_behind = file.ledger in heads or file.is_empty
     start = heads.index(file.ledger) + 1 if file.ledger in heads else len(entries) - len(missing)
     if is_behind and (newer := entries[start:]) and any(entry in shared for entry in newer):
-        for number, entry in enumerate(newer, start=start + 1):
-            champion = ledger.champion_of(entry, entries[:number])
-            file = update_champion(file, entry.action, champion, entry.is_anchor, entry.digest)
+        file = ledger.replay_entries(entries) if file.is_empty else ledger.replay_entries(entries, start, file)
         file.save(layout.champion)
     return missing
 
@@ -331,31 +331,6 @@ def new_event_id() -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- champion file
-
-
-def update_champion(
-    current: ChampionFile, action: Action, champion: Champion, is_anchor: bool, head: str
-) -> ChampionFile:
-    """Compute the champion file after a promotion or rollback; no file is written.
-
-    Args:
-        current: the current file.
-        action: a promotion puts the old champion first among the previous ones; a rollback removes the old champion,
-            because it failed.
-        champion: the new champion; the file names every version once.
-        is_anchor: whether the new champion also becomes the anchor.
-        head: digest of the ledger's entry.
-    """
-    candidates: Iterable[Champion] = current.previous
-    if action == "promote" and current.champion:
-        candidates = (current.champion, *current.previous)
-    previous = {c.version: c for c in candidates if c.version != champion.version}
-    return ChampionFile(
-        champion=champion,
-        previous=tuple(previous.values()),
-        anchor=champion if is_anchor else current.anchor,
-        ledger=head,
-    )
 
 
 def find_version(file: ChampionFile, version: int) -> Champion | None:

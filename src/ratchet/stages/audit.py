@@ -214,7 +214,7 @@ class _Auditor:
         """Turn the error of a damaged file into a fact that does not fit."""
         try:
             yield
-        except (DamagedFileError, DataError, BaseModelError) as error:
+        except (DamagedFileError, DataError, BaseModelError, ChampionError) as error:
             self._contradicted(name, text, self._shorten_paths(str(error)))
 
     def _show(self, path: Path) -> str:
@@ -284,17 +284,15 @@ class _Auditor:
         """Compare the champion file with the one that the ledger's entries produce."""
         path = self._show(self.layout.champion)
         with self._report_damage("champion file", "differs from the ledger"):
-            ledger.check_champion(self.layout.promotions, own, file)
+            ledger.check_champion(self.layout, own, file)
             if file.champion is None:
+                if own:
+                    text, problem = "names no champion", f"{path}: the ledger does; restore the file from git"
+                    self._contradicted("champion file", text, problem)
                 return
             text = f"version {file.champion.version}"
             if file.ledger is None:
                 self._unverified("champion file", text, f"{path}: it is older than the ledger")
-                return
-            if differing := _find_differences(file, replay_champion_file(own)):
-                names = ", ".join(differing)
-                problem = f"{path}: {names} differ from the ledger; restore the file from git"
-                self._contradicted("champion file", text, problem)
                 return
             self._verified("champion file", f"{text}, as the ledger's entries produce it", path)
 
@@ -766,7 +764,7 @@ class _Auditor:
             kind = self._contradicted if isinstance(error, DamagedFileError) else self._unverified
             kind(name, verdict.decision, self._shorten_paths(str(error)))
             return
-        then = replay_champion_file(self._entries_before(self.origin) if self.origin is not None else [])
+        then = ledger.replay_entries(self._entries_before(self.origin) if self.origin is not None else [])
         opponents = (then.champion, then.anchor, self.champion)
         past = dataclasses.replace(
             evidence,
@@ -980,17 +978,6 @@ def list_terms(entries: Sequence[Promotion], version: int) -> Iterator[tuple[Pro
             begin = entry
     if begin is not None:
         yield begin, None
-
-
-def replay_champion_file(entries: Sequence[Promotion]) -> ChampionFile:
-    """Compute the champion file from the ledger. An entry without a previous version begins with an empty file."""
-    file = ChampionFile()
-    for number, entry in enumerate(entries, start=1):
-        if entry.previous_version is None:
-            file = ChampionFile()
-        champion = ledger.champion_of(entry, entries[:number])
-        file = promotion.update_champion(file, entry.action, champion, entry.is_anchor, entry.digest)
-    return file
 
 
 def _find_differences(file: Record, other: Record) -> list[str]:

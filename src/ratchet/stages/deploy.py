@@ -30,7 +30,7 @@ from ratchet.errors import (
     StorageError,
     TrackingError,
 )
-from ratchet.registry import keys, ledger, model_store, signature
+from ratchet.registry import approvals, keys, ledger, model_store, signature
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment import smoke_test as smoke_tests
 from ratchet.registry.deployment.model_card import describe_forced
@@ -131,8 +131,8 @@ def deploy(project: Project, directory: Path, options: DeployOptions = DeployOpt
     Raises:
         ChampionError: the version does not exist, its folder is missing, or its answers differ from those that stage
             export verified.
-        SettingsError: the directory contains something else, the model does not have the format, its signer is not
-            trusted, or options contradict each other.
+        SettingsError: the directory contains something else, the model does not have the format, its signer or a
+            person who approved it is not trusted, or options contradict each other.
         DamagedFileError: a byte differs from the signed one, or there is no signature.
         LockHeldError, StorageError, OSError: another process deploys into the directory, or the directory cannot be
             written.
@@ -217,7 +217,7 @@ def _choose_version(
     """Return version and model to deploy, the ledger's event that made the version champion, and a warning."""
     entries, file = _read_entries(layout, registry), read_champion(layout.champion)
     if registry.shared is None:
-        ledger.check_champion(layout.promotions, entries, file)
+        ledger.check_champion(layout, entries, file)
     elif not entries:
         raise ChampionError(f"{registry.where}: {registry.model_name} has no champion yet; `ratchet promote` makes one")
     if version is None and registry.shared is not None:
@@ -256,7 +256,23 @@ def _load_promoted(layout: ProjectLayout, model_name: str, version: int, model_d
     bundle = ModelBundle.load(folder / model_store.BUNDLE)
     if bundle.model_digest != model_digest:
         raise DamagedFileError(f"{folder}: contains model {bundle.model_digest[:12]}, not {model_digest[:12]}")
+    _require_approvals(layout, folder, version)
     return PromotedModel(folder, version, model_name, bundle, manifest.files, signed.signer)
+
+
+def _require_approvals(layout: ProjectLayout, folder: Path, version: int) -> None:
+    """Raise SettingsError if an approval in a promoted model's folder does not count any more.
+
+    A machine without the project knows only the key that signed the model, so it cannot judge approvals.
+    """
+    if not layout.params.exists():
+        return
+    for approval in approvals.verify_approvals(folder, keys.read_keyring(layout.keyring)):
+        if approval.problem is not None:
+            raise SettingsError(
+                f"version {version}: an approval of its promotion does not count: {approval.problem}. Deploy another "
+                "version (--version N), or promote a model with new approvals"
+            )
 
 
 def _current_format(server_dir: DeploymentDirectory) -> str | None:
@@ -343,8 +359,15 @@ def _roll_back(layout: ProjectLayout, registry: MlflowModelRegistry, directory: 
         release = check_release(layout, previous)
         warnings = [describe_forced(release.forced)] if release.forced else []
         try:
+            if (folder := layout.promoted_model(release.model_digest)).is_dir():
+                _require_approvals(layout, folder, release.version)
             withdrawal = ledger.find_withdrawal(_read_entries(layout, registry), release.model_digest)
-        except (ChampionError, DamagedFileError, TrackingError) as error:  # an emergency must not wait for a server
+        except (
+            ChampionError,
+            DamagedFileError,
+            DataError,
+            TrackingError,
+        ) as error:  # an emergency must not wait for a server
             withdrawal = None
             warnings.append(str(error))
         if withdrawal is not None:
@@ -463,8 +486,13 @@ class _ChampionWatcher:
             if self.registry.shared is None:
                 layout = self.project.layout
                 entries = ledger.read_entries(layout.promotions)
-                ledger.check_champion(layout.promotions, entries, read_champion(layout.champion))
-        except (DataError, DamagedFileError, OSError) as error:  # they differ between two steps of a promotion
+                ledger.check_champion(layout, entries, read_champion(layout.champion))
+        except (
+            ChampionError,
+            DataError,
+            DamagedFileError,
+            OSError,
+        ) as error:  # they differ between two steps of a promotion
             now_s = time.monotonic()
             if self._disagree_since_s is None:
                 self._disagree_since_s = now_s

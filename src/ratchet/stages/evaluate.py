@@ -30,7 +30,7 @@ from ratchet.evaluation.rows import TestRows
 from ratchet.models import base_model, loading, oom, quantization_error
 from ratchet.quality_gate import evidence, test_sets
 from ratchet.quality_gate.decision import decide_verdict
-from ratchet.registry import model_store
+from ratchet.registry import ledger, model_store
 from ratchet.reports import dvc_files, plots
 from ratchet.stages.callbacks import log_answers, log_stage
 from ratchet.stages.project import Project, ignore_progress
@@ -205,6 +205,7 @@ def _load_inputs(layout: ProjectLayout, settings: Settings) -> tuple[EvaluationM
         model_store.verify_export(layout)
         exported = bundle.model_digest
     champions = read_champion(layout.champion)
+    ledger.check_fields(layout, ledger.read_entries(layout.promotions), champions)
     fetch_missing_models(layout, settings, filter(None, (champions.champion, champions.anchor)))
     opponents = model_loader.verify_references(layout, champions)
     test = rows.read(layout, settings)

@@ -13,6 +13,7 @@ from ratchet.errors import DataError, GateError
 from ratchet.quality_gate import decision, test_sets
 from ratchet.quality_gate.decision import MetricNoise, confirm_verdict, decide_verdict
 from ratchet.quality_gate.evidence import GateEvidence, IncomparableError, read_evidence, read_rows
+from ratchet.registry import ledger
 from ratchet.stages.project import Project, ignore_progress
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
@@ -43,6 +44,7 @@ def gate(project: Project) -> Verdict:
     Raises:
         DataError: stage evaluate or export has not run.
         DamagedFileError: the output of these stages has changed, or the list of test-set uses is damaged.
+        ChampionError: a field of the champion file, such as the anchor, differs from the ledger.
         SettingsError: a harness task is no longer defined, or the webhook's address is not valid.
         LockHeldError: another process runs this stage.
     """
@@ -103,6 +105,7 @@ def check_verdict(project: Project) -> Verdict:
         GateError: there is no verdict, it is about another model, champion or anchor, or today's rules give another
             verdict.
         DamagedFileError: the file was changed.
+        ChampionError: a field of the champion file, such as the anchor, differs from the ledger.
         LockHeldError: another process runs this stage.
     """
     layout, settings = project.layout, project.settings
@@ -111,6 +114,7 @@ def check_verdict(project: Project) -> Verdict:
             raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
         files.verify_sealed(layout.gate, "gate")
         verdict, current = Verdict.load(layout.verdict), read_champion(layout.champion)
+        ledger.check_fields(layout, ledger.read_entries(layout.promotions), current)
         # The model may have become champion after this verdict, or may have been champion before it.
         is_champion = current.champion_digest == verdict.model_digest
         opponents = (verdict.champion_digest, verdict.anchor_digest)
@@ -133,6 +137,7 @@ def find_verdict(project: Project) -> Verdict:
 
 
 def _load_evidence(layout: ProjectLayout, settings: Settings) -> GateEvidence:
+    ledger.check_fields(layout, ledger.read_entries(layout.promotions), read_champion(layout.champion))
     tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
     return read_evidence(layout, settings, tasks)
 

@@ -17,6 +17,7 @@ from ratchet.config.units import describe_failure, utc_timestamp
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
+from ratchet.quality_gate.rules import describe_changed_rules
 from ratchet.registry import approvals, keys, ledger, model_store, outbox, promotion, provenance, signature
 from ratchet.registry.deployment import server_files
 from ratchet.registry.outbox import HookDelivery
@@ -72,7 +73,8 @@ class PromotionResult(Record):
     deliveries: tuple[HookDelivery, ...] = ()
     """How the event was delivered to each hook."""
     notes: tuple[str, ...] = ()
-    """Further changes: an interrupted command was finished or dropped, a key pair created, a model folder repaired."""
+    """Further changes: an interrupted command was finished or dropped, a key pair created, a model folder repaired.
+    Also earlier decisions of the gate about the model, under other rules."""
     warnings: tuple[str, ...] = ()
 
 
@@ -125,14 +127,12 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         _check_evidence(layout, verdict, report, bundle, before)
         tasks = fingerprint_tasks(settings.evaluate.harness.tasks, layout.root, layout.tasks)
         confirm_verdict(layout, settings, tasks, verdict)
+        notes += [f"note: {describe_changed_rules(verdict)}"] if verdict.earlier_decisions else []
         if verdict.decision != "PROMOTE" and not options.force:
-            reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
-            raise GateError(
-                f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}"
-            )
+            raise _build_refusal(verdict)
         was_withdrawn = _check_withdrawal(layout, bundle, forced=options.force)
         registered = registry.find_version(bundle.model_digest)
-        alias = check_alias(layout, registry, before, target=registered)
+        alias = check_alias(layout, registry, before, target=None if _is_emptied(layout, before) else registered)
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         if registered is None:
             require_model_quota(project, sum(size for _, size in exported.files.values()))
@@ -157,7 +157,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         if options.dry_run:
             first_steps = f"store the model as {folder}", signature.describe_signer(layout, settings)
             plan = promotion.plan_steps(layout, intent, registered, *first_steps)
-            return PromotionResult(champion=champion, replaced=before.champion, plan=plan)
+            return PromotionResult(champion=champion, replaced=before.champion, plan=plan, notes=tuple(notes))
         _, signer_notes = _store_model(project, registry, bundle, exported, champion.forced, approved)
         page = None if registry.server else model_store.gate_page_path(layout, bundle.model_digest).as_uri()
         tags = promotion.model_tags(bundle, verdict, report, page)
@@ -189,6 +189,7 @@ def rollback(
 
     Raises:
         SettingsError: a hook cannot be called, the reason is empty, or `force` or `anchor` is set.
+        GateError: the version was itself rolled back, and the options have no reason.
         ChampionError: the version does not exist or was never champion; its model is missing, damaged, not signed by a
             trusted key, or fails the smoke test; the champion changed meanwhile; or champion file and registry name
             different versions, and neither is the version to restore.
@@ -218,6 +219,12 @@ def rollback(
             if options.dry_run:
                 return PromotionResult(champion=champion, replaced=champion)
             return _build_result(layout, champion=champion, replaced=champion, notes=tuple(notes))
+        withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), champion.model_digest)
+        if withdrawal is not None and reason is None:
+            raise GateError(
+                f"{version_label(champion)} was champion and {_describe_withdrawal(withdrawal)}; to make it champion "
+                f"again: `ratchet rollback {target} --reason TEXT`"
+            )
         if not layout.promoted_model(champion.model_digest).is_dir():
             registry.fetch_model(champion.model_digest)
         folder = model_store.verify_version(layout, champion)
@@ -368,7 +375,7 @@ def _load_champion_file(layout: ProjectLayout, registry: MlflowModelRegistry) ->
 
     Raises:
         DamagedFileError: the champion file does not match the ledger, or the ledger contradicts that of the server.
-        ChampionError: the server has newer promotions.
+        ChampionError: a field of the champion file differs from the ledger, or the server has newer promotions.
     """
     if registry.shared is not None:
         shared = registry.shared.read()
@@ -381,8 +388,14 @@ def _load_champion_file(layout: ProjectLayout, registry: MlflowModelRegistry) ->
                 "`ratchet promotions` does; then compare with it: `dvc repro`. Nothing was changed"
             )
     file = read_champion(layout.champion)
-    ledger.check_champion(layout.promotions, ledger.read_entries(layout.promotions), file)
+    ledger.check_champion(layout, ledger.read_entries(layout.promotions), file)
     return file
+
+
+def _is_emptied(layout: ProjectLayout, file: ChampionFile) -> bool:
+    """Return whether the champion file is empty, but the ledger is not. Then the alias decides nothing: a promotion of
+    the version that it names would make this version the anchor."""
+    return file.is_empty and bool(ledger.read_entries(layout.promotions))
 
 
 def _check_evidence(
@@ -407,16 +420,26 @@ def _check_evidence(
             )
 
 
+def _build_refusal(verdict: Verdict) -> GateError:
+    """Return the error for a verdict that is not PROMOTE, with the rules that the model does not pass."""
+    reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
+    return GateError(f"model {verdict.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}")
+
+
 def _check_withdrawal(layout: ProjectLayout, bundle: ModelBundle, forced: bool) -> bool:
     """Return whether this model was rolled back before. If so, raise GateError unless the promotion is forced."""
     withdrawal = ledger.find_withdrawal(ledger.read_entries(layout.promotions), bundle.model_digest)
     if withdrawal is None or forced:
         return withdrawal is not None
-    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
     raise GateError(
-        f"model {bundle.model_digest[:12]} was champion and was rolled back on {withdrawal.time} by {withdrawal.actor}"
-        f"{why}; to promote it again: `ratchet promote --force --reason TEXT`"
+        f"model {bundle.model_digest[:12]} was champion and {_describe_withdrawal(withdrawal)}; to promote it again: "
+        "`ratchet promote --force --reason TEXT`"
     )
+
+
+def _describe_withdrawal(withdrawal: Promotion) -> str:
+    why = f" ({withdrawal.reason})" if withdrawal.reason else ""
+    return f"was rolled back on {withdrawal.time} by {withdrawal.actor}{why}"
 
 
 @dataclass(frozen=True)
@@ -529,10 +552,12 @@ def check_alias(
     if number == alias or (target is not None and target in (number, alias)):
         return alias
     at_alias = registry.version(alias) if alias is not None else None
-    versions = [number] if number is not None else []
+    choices = [f"`ratchet rollback {number}`"] if number is not None else []
     if at_alias is not None and _was_champion(layout, registry, at_alias):
-        versions.append(at_alias.number)
-    commands = " or ".join(f"`ratchet rollback {version}`" for version in versions)
+        entries = ledger.read_entries(layout.promotions)
+        needs_reason = ledger.find_withdrawal(entries, at_alias.model_digest) is not None
+        choices.append(f"`ratchet rollback {at_alias.number}{' --reason TEXT' if needs_reason else ''}`")
+    commands = " or ".join(choices)
     promoted_by = at_alias.tags.get("ratchet.promoted_by") if at_alias else None
     by = f", promoted by {promoted_by}" if promoted_by is not None else ""
     in_file = version_label(champion) if champion else "no champion"
@@ -565,13 +590,15 @@ def _load_promoted(layout: ProjectLayout, registry: MlflowModelRegistry, file: C
     if registered is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
-    recorded = promotion.find_version(file, number)
-    if recorded and recorded.model_digest == registered.model_digest:
-        return recorded
     entries = ledger.read_entries(layout.promotions)
     named = [entry for entry in entries if entry.version == number]
-    if same := [entry for entry in named if entry.model_digest == registered.model_digest]:
+    same = [entry for entry in named if entry.model_digest == registered.model_digest]
+    recorded = promotion.find_version(file, number)
+    is_recorded = recorded is not None and recorded.model_digest == registered.model_digest
+    if same and (not is_recorded or any(entry.action == "promote" for entry in same)):
         return ledger.champion_of(same[-1], entries)
+    if recorded is not None and is_recorded:
+        return recorded
     if named:
         raise ChampionError(
             f"version {number} of {registry.model_name} has model {registered.model_digest[:12]} in "

@@ -65,7 +65,7 @@ def promotions(project: Project, deliver: bool = False) -> PromotionHistory:
                 notes += _pull(layout, registry.shared.read(), registry.where)
                 entries = ledger.read_entries(layout.promotions)
             file = read_champion(layout.champion)
-            ledger.check_champion(layout.promotions, entries, file)
+            ledger.check_champion(layout, entries, file)
             if registry.exists:
                 check_alias(layout, registry, file, target=None)
             elif file.champion:

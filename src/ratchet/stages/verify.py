@@ -144,7 +144,13 @@ def _list_folders(parent: Path) -> list[Path]:
 
 
 def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    folders = _list_folders(root / "releases")
+    directory = release.DeploymentDirectory(root)
+    for link in (directory.current, directory.previous):
+        try:
+            directory.linked_release(link)
+        except DamagedFileError as error:
+            yield _build_damage(root, error)
+    folders = _list_folders(directory.releases)
     for folder in folders:
         yield from _verify_signed(folder, trust)
     if not folders:
@@ -152,8 +158,11 @@ def _verify_deployment(root: Path, trust: SignatureTrust) -> Iterator[VerifyFind
 
 
 def _verify_signed(path: Path, trust: SignatureTrust) -> Iterator[VerifyFinding]:
-    """Check a sealed directory, its bundle.json and its signature."""
-    sealed = _verify_sealed(path)
+    """Check a sealed directory, its bundle.json and its signature.
+
+    The name of a release, not its manifest, decides that it must be signed: the manifest is not signed itself.
+    """
+    sealed = _verify_sealed(path, release.KIND if release.NAME.fullmatch(path.resolve().name) else None)
     yield sealed
     if sealed.status != "ok":
         return

@@ -28,7 +28,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from ratchet.config.units import utc_timestamp
 from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_line
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD
-from ratchet.registry.model_store import BUNDLE, FORCED, artifact_path
+from ratchet.registry.model_store import BUNDLE, FORCED, artifact_digest, artifact_path
 from ratchet.registry.signature import SIGNATURE
 from ratchet.storage import digests, files
 from ratchet.storage.files import FileLock
@@ -145,22 +145,37 @@ def choose_artifact(bundle: ModelBundle, format_: str | None) -> ExportArtifact:
 
 def plan_release(promoted: PromotedModel, artifact: ExportArtifact) -> Release:
     """Plan the release of a format. Raises DamagedFileError if the promoted folder lacks files for its server."""
-    path = artifact_path(artifact)
-    served = f"{server_files.FOLDER}/{server_files.format_slug(artifact.name)}/"
-    origins = {name: name for name in promoted.files if name == path or name.startswith(f"{path}/")}
-    origins |= {name.removeprefix(served): name for name in promoted.files if name.startswith(served)}
+    origins = _choose_files(promoted.files.keys(), artifact)
     if server_files.GUIDE not in origins:
         raise DamagedFileError(
-            f"{promoted.folder / served}: folder not found, because an earlier version promoted the model; promote it "
-            "again"
+            f"{promoted.folder / _served_folder(artifact)}: folder not found, because an earlier version promoted the "
+            "model; promote it again"
         )
-    # Folders from earlier versions have no card of all formats; the card of the Hugging Face format would be wrong.
-    origins |= {name: name for name in (MODEL_CARD, BUNDLE, SBOM, FORCED, SIGNATURE) if name in promoted.files}
     return Release(
         version=promoted.version, model_name=promoted.model_name, model_digest=promoted.bundle.model_digest,
         artifact_name=artifact.name, artifact_digest=artifact.digest, signature=promoted.files[SIGNATURE][0],
-        signed_by=promoted.signed_by, forced=promoted.forced, origins=dict(sorted(origins.items())),
+        signed_by=promoted.signed_by, forced=promoted.forced, origins=origins,
     )  # fmt: skip
+
+
+def _choose_files(promoted: Collection[str], artifact: ExportArtifact) -> dict[str, str]:
+    """Return the files of the release of a format, each with its name in the promoted model's folder.
+
+    Args:
+        promoted: names of all files in that folder.
+        artifact: the format.
+    """
+    path, served = artifact_path(artifact), _served_folder(artifact)
+    origins = {name: name for name in promoted if name == path or name.startswith(f"{path}/")}
+    origins |= {name.removeprefix(served): name for name in promoted if name.startswith(served)}
+    # Folders from earlier versions have no card of all formats; the card of the Hugging Face format would be wrong.
+    origins |= {name: name for name in (MODEL_CARD, BUNDLE, SBOM, FORCED, SIGNATURE) if name in promoted}
+    return dict(sorted(origins.items()))
+
+
+def _served_folder(artifact: ExportArtifact) -> str:
+    """Return the folder of a promoted model with the files for the format's server, with a slash at the end."""
+    return f"{server_files.FOLDER}/{server_files.format_slug(artifact.name)}/"
 
 
 def release_size_bytes(promoted: PromotedModel, release: Release) -> int:
@@ -214,7 +229,11 @@ def is_release(folder: Path, known: Container[str]) -> bool:
 
 
 def verify_release(folder: Path) -> Release:
-    """Verify every byte of a release and return its record. Raises DamagedFileError with the file that differs."""
+    """Verify every byte of a release and return its record. Raises DamagedFileError with the file that differs.
+
+    Links are refused: what they point to could change later. `folder` may be the link `current` or `previous`.
+    """
+    _refuse_links(folder)
     manifest = files.verify_sealed(folder, KIND)
     release = Release.load(folder / RECORD)
     if manifest.files.keys() - {RECORD} != release.origins.keys():
@@ -222,8 +241,23 @@ def verify_release(folder: Path) -> Release:
     return release
 
 
+def _refuse_links(folder: Path) -> None:
+    """Raise DamagedFileError if a release, or anything in it, is a link or a special file."""
+    is_link = folder.is_symlink()
+    root = folder.parent / folder.readlink() if is_link and NAME.fullmatch(folder.name) is None else folder
+    for path in (root, *sorted(folder.rglob("*"))):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            found = "a link" if path.is_symlink() else "a special file"
+            raise DamagedFileError(
+                f"{path}: found {found}; a release has only files and folders; remove it, and deploy the version again"
+            )
+
+
 def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) -> None:
     """Compare a whole release with the signed files.
+
+    The release must have every file that a deployment of its format copies, each at its place. The signed statement
+    decides that; release.json, which is not signed, must agree.
 
     Args:
         folder: the release.
@@ -231,7 +265,8 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
         signed: SHA-256 of each file of the promoted model, from the signature (model.sig in `folder`).
 
     Raises:
-        DamagedFileError: a file differs from the signed file or was not signed, or a forced promotion is not recorded.
+        DamagedFileError: a file is missing, differs from the signed file or was not signed, or a forced promotion is
+            not recorded.
     """
     actual = files.read_manifest(folder).files
     if actual.get(SIGNATURE, ("", 0))[0] != release.signature:
@@ -249,6 +284,23 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
     expected = (release.model_digest, release.artifact_digest)
     if artifact is None or (bundle.model_digest, artifact.digest) != expected:
         raise DamagedFileError(f"{folder / RECORD}: names another model than {BUNDLE}; deploy the version again")
+    expected_files = _choose_files({*signed, SIGNATURE}, artifact)
+    for name in sorted(expected_files.keys() | release.origins.keys()):
+        if release.origins.get(name) == expected_files.get(name):
+            continue
+        if name not in release.origins:
+            problem = f"missing, although format {artifact.name} has it"
+        elif name not in expected_files:
+            problem = f"does not belong to format {artifact.name}"
+        else:
+            problem = f"is a copy of {release.origins[name]}; expected {expected_files[name]}"
+        raise DamagedFileError(f"{folder / name}: {problem}; deploy the version again")
+    model_files = {name: sha for name, (sha, _) in actual.items()}
+    if artifact_digest(artifact, model_files) != artifact.digest:
+        raise DamagedFileError(
+            f"{folder / artifact_path(artifact)}: differs from format {artifact.name} in {BUNDLE}; deploy the version "
+            "again"
+        )
 
 
 # ----------------------------------------------------------------------------------------------- deployment directory

@@ -166,6 +166,11 @@ class ChampionFile(Record):
     """Digest of the newest entry of the promotion ledger."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no model was promoted yet, or the file was emptied."""
+        return self == ChampionFile()
+
+    @property
     def champion_digest(self) -> str | None:
         """Model digest of the champion, if any."""
         return self.champion.model_digest if self.champion else None
