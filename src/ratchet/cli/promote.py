@@ -57,6 +57,8 @@ def _format_champion(result: "PromotionResult", layout: ProjectLayout) -> list[s
     when = "again" if entry.action == "rollback" else "now"
     before = f", before it was {version_label(result.replaced)}" if result.replaced else ""
     paths = [layout.champion, *([layout.approvals] if entry.approvals is not None else []), layout.promotions]
+    if entry.action == "promote" and layout.test_set_uses.exists():
+        paths.append(layout.test_set_uses)
     *names, last = (str(path.relative_to(layout.root)) for path in paths)
     files = f"{', '.join(names)} and {last}"
     lines = [f"{version_label(champion)} is champion {when}{before}; commit {files}"]
