@@ -84,7 +84,7 @@ def test_convert_is_run_offline_by_this_python(tmp_path: Path) -> None:
         ("sys.exit(1)", r"\(exit code 1\): no output$"),
         (
             "Path(sys.argv[2]).write_bytes(b'GGUF half'); os.kill(os.getpid(), 9)",
-            r"\(signal 9\): no output$",
+            r"\(killed by SIGKILL\): no output$",
         ),
         ("print('done', file=sys.stderr)", r"\(exit code 0, but no GGUF file\): done$"),
         ("Path(sys.argv[2]).write_bytes(b'')", r"\(exit code 0, but no GGUF file\)"),

@@ -199,7 +199,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(layout: ProjectLayout, refused
         (["--data", "rows.csv", "--prompt", "request", "--rejected", "intent"], "--prompt and --response (for pairs"),
         ([*GOOD, "--rejected", "intent"], "--response 'intent' --rejected 'intent': expected different columns"),
         ([*GOOD, "--rejected", "worse"], "no column 'worse' (--rejected)"),
-        (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows are needed"),
+        (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows with other prompts are needed"),
         ([*GOOD, "--base", "./nowhere"], "expected a directory with a model"),
         ([*GOOD, "--base", ""], "expected a directory with a model"),
         ([*GOOD, "--base", "."], "expected a directory with a model"),

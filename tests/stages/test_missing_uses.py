@@ -91,6 +91,15 @@ def test_promoted_models_count_although_the_test_set_has_grown(third: Project) -
     assert (comparison.recorded, comparison.proven, len(comparison.witnesses)) == (1, 3, 2)
 
 
+def test_models_that_another_person_promoted_count_without_lines(
+    third: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have been evaluated in another clone."""
+    third.layout.test_set_uses.unlink()
+    monkeypatch.setenv("RATCHET_ACTOR", "eve")
+    assert (gate(third).decision, gate(third).test_set_uses) == ("HOLD", 3)
+
+
 def test_promoted_models_of_another_test_set_do_not_count(third: Project) -> None:
     layout = third.layout
     comparison = test_sets.compare_uses(layout, "7" * 64, "model")

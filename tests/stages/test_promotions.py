@@ -11,17 +11,17 @@ from ratchet.cli.main import main
 from ratchet.cli.promote import format_promotion
 from ratchet.cli.promotions import format_history
 from ratchet.config.promote import HookSettings
-from ratchet.registry import ledger
 from ratchet.stages.project import Project
 from ratchet.stages.promote import PromoteOptions, promote, rollback
 from ratchet.stages.promotions import PromotionHistory, promotions
+from ratchet.storage import actors
 from ratchet.storage.layout import ProjectLayout
 from ratchet.tracking.mlflow.registry import MlflowModelRegistry
 
 
 @pytest.fixture(autouse=True)
 def ada(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ledger.ACTOR_VARIABLE, "ada")
+    monkeypatch.setenv(actors.ACTOR_VARIABLE, "ada")
 
 
 @pytest.fixture
@@ -123,16 +123,16 @@ def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_projec
 
 
 def test_the_actor_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ledger.current_actor(tmp_path) == "ada"
-    monkeypatch.setenv(ledger.ACTOR_VARIABLE, " ci\n\x1b[31m bot ")
-    assert ledger.current_actor(tmp_path) == "ci \\u001b[31m bot"
-    monkeypatch.setenv(ledger.ACTOR_VARIABLE, "")
+    assert actors.current_actor(tmp_path) == "ada"
+    monkeypatch.setenv(actors.ACTOR_VARIABLE, " ci\n\x1b[31m bot ")
+    assert actors.current_actor(tmp_path) == "ci \\u001b[31m bot"
+    monkeypatch.setenv(actors.ACTOR_VARIABLE, "")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     monkeypatch.setenv("LOGNAME", "lovelace")
-    assert ledger.current_actor(tmp_path) == "lovelace"
+    assert actors.current_actor(tmp_path) == "lovelace"
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "config", "user.email", "ada@example.org"], check=True)
-    assert ledger.current_actor(tmp_path) == "ada@example.org"
+    assert actors.current_actor(tmp_path) == "ada@example.org"
     monkeypatch.setenv("PATH", "")
-    assert ledger.current_actor(tmp_path) == "lovelace"
+    assert actors.current_actor(tmp_path) == "lovelace"

@@ -143,7 +143,7 @@ def test_everybody_in_a_tenant_reads_runs_and_the_champion(acme: Company) -> Non
             metrics.pop(POINT, None)  # by a test that may run before
             assert metrics == {LOSS: 1.5}
             history = promotions(acme.project(actor))
-            assert [entry.promotion.actor for entry in history.entries] == ["pia"]
+            assert {entry.promotion.actor for entry in history.entries} == {"pia"}
             assert history.problems == ()
             digest = history.entries[0].promotion.model_digest
             acme.registry(actor).fetch_model(digest)
@@ -152,6 +152,8 @@ def test_everybody_in_a_tenant_reads_runs_and_the_champion(acme: Company) -> Non
 
 @pytest.mark.parametrize("actor", ["vera", "tom"])
 def test_who_is_no_promoter_changes_no_champion(acme: Company, actor: str) -> None:
+    with user(acme.server, "pia", "acme"):
+        numbers = [version.number for version in acme.registry("pia").versions()]
     with user(acme.server, actor, "acme"):
         promotions(acme.project(actor))
     message = rf"refused the access to user {actor} \(status 403\); .* to change it, role promoter"
@@ -168,7 +170,7 @@ def test_who_is_no_promoter_changes_no_champion(acme: Company, actor: str) -> No
         assert not layout.approvals.exists(), "no signed file that could be committed"
     with user(acme.server, "pia", "acme"):
         registry = acme.registry("pia")
-        assert (registry.champion(), [v.number for v in registry.versions()]) == (1, [1])
+        assert (registry.champion(), [version.number for version in registry.versions()]) == (1, numbers)
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from pathlib import Path
 from ratchet.config import units
 from ratchet.errors import DamagedFileError, DataError
 from ratchet.storage import digests, files
+from ratchet.storage.actors import current_actor
 from ratchet.storage.digests import SHORT
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
@@ -249,7 +250,8 @@ class UsesComparison:
     proven: int
     """Smallest number that agrees with that file and with the verdicts of promoted models."""
     witnesses: tuple[str, ...] = ()
-    """Model digests of promoted models with verdicts that do not agree with the file."""
+    """Model digests of models that this person promoted, with verdicts that do not agree with the file. What others
+    promoted may have been evaluated in another clone, so it only counts."""
 
     def describe_loss(self, layout: ProjectLayout) -> str | None:
         """Describe that lines of the file are missing, and what to do; None if the file agrees with all verdicts."""
@@ -289,33 +291,39 @@ def compare_uses(layout: ProjectLayout, test_set_digest: str, model: str) -> Use
     uses = {(line.test_set_digest, line.model) for line in lines if isinstance(line, TestSetUse)}
     recorded = {used for digest, used in uses if digest in names} | {model}
     proven, least, witnesses = set(recorded), 0, []
-    for verdict in _read_promoted_verdicts(layout):
+    for verdict, is_own in _read_promoted_verdicts(layout):
         is_recorded = (verdict.test_set_digest, verdict.adapter_digest) in uses
         is_same = verdict.test_set_digest in names
         if is_same or not (is_recorded or verdict.test_set_digest in known):
             proven.add(verdict.adapter_digest)
             least = max(least, verdict.test_set_uses if is_same else 0)
-            if not is_recorded or (is_same and verdict.test_set_uses > len(recorded)):
+            if is_own and (not is_recorded or (is_same and verdict.test_set_uses > len(recorded))):
                 witnesses.append(verdict.model_digest)
     return UsesComparison(len(recorded), max(len(proven), least), tuple(witnesses))
 
 
-def _read_promoted_verdicts(layout: ProjectLayout) -> Iterator[Verdict]:
-    """Iterate over the verdicts of the models that this project promoted, as far as they are on this machine.
+def _read_promoted_verdicts(layout: ProjectLayout) -> Iterator[tuple[Verdict, bool]]:
+    """Iterate over the verdicts of the models that this project promoted, as far as they are on this machine, and
+    whether this person promoted the model.
 
     What is unreadable is skipped, because `ratchet verify` and `ratchet audit` report it.
     """
-    promoted: list[str] = []
-    with suppress(DamagedFileError, KeyError, TypeError):
-        promoted += [str(line["model_digest"]) for line in base.read_lines(layout.promotions)]
+    promoted: dict[str, bool] = {}
     with suppress(DamagedFileError):
         file = read_champion(layout.champion)
-        promoted += [one.model_digest for one in (file.champion, file.anchor, *file.previous) if one is not None]
-    for model_digest in dict.fromkeys(promoted):
+        promoted |= {one.model_digest: True for one in (file.champion, file.anchor, *file.previous) if one is not None}
+    actor = current_actor(layout.root)
+    with suppress(DamagedFileError, KeyError, TypeError):
+        promoted |= {
+            str(line["model_digest"]): line["actor"] == actor
+            for line in base.read_lines(layout.promotions)
+            if line["action"] == "promote"
+        }
+    for model_digest, is_own in promoted.items():
         with suppress(DamagedFileError, DataError, OSError):
             verdict = Verdict.load(layout.promoted_model(model_digest) / "verdict.json")
             if verdict.test_set_digest:  # verdicts of the first versions have none
-                yield verdict
+                yield verdict, is_own
 
 
 def _count_lines_only_in_git(layout: ProjectLayout) -> int:

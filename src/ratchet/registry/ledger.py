@@ -6,22 +6,17 @@ that the entries produce (`replay_entries`). Appending replaces the whole file, 
 new line completely or not at all.
 """
 
-import getpass
 import json
-import os
-import subprocess
 from collections.abc import Container, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from ratchet.errors import ChampionError, DamagedFileError, SettingsError
-from ratchet.storage import digests, files, html
+from ratchet.storage import digests, files
+from ratchet.storage.actors import clean_line
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Action, Champion, ChampionFile, ForcedPromotion, Promotion
-
-ACTOR_VARIABLE = "RATCHET_ACTOR"
-"""Environment variable with the name of the person or service that promotes."""
 
 ACTOR_TAG = "ratchet.actor"
 """Tag of an MLflow run with the person or service that started the training."""
@@ -32,29 +27,11 @@ MAX_REASON_CHARACTERS = 2000
 _RESTORE = "compare the file with `git log -p`, and restore it from git"
 
 
-def current_actor(root: Path) -> str:
-    """Return the actor: RATCHET_ACTOR, else git's user.email, else the login name, else the numeric user id."""
-    if named := _clean_line(os.environ.get(ACTOR_VARIABLE, "")):
-        return named
-    try:
-        result = subprocess.run(
-            ["git", "config", "user.email"], cwd=root, capture_output=True, text=True, errors="replace", check=False
-        )
-        if email := _clean_line(result.stdout):
-            return email
-    except OSError:
-        pass  # git is not installed
-    try:
-        return _clean_line(getpass.getuser()) or f"user {os.getuid()}"
-    except (KeyError, OSError):  # a container without user names
-        return f"user {os.getuid()}"
-
-
 def normalize_reason(text: str | None) -> str | None:
     """Convert a reason to one line. Raises SettingsError if it is empty or too long."""
     if text is None:
         return None
-    reason = _clean_line(text)
+    reason = clean_line(text)
     if not reason:
         raise SettingsError("--reason: found an empty text; expected a sentence")
     if len(reason) > MAX_REASON_CHARACTERS:
@@ -73,11 +50,6 @@ def check_forced_reason(is_forced: bool, text: str | None) -> str | None:
     if reason is not None and not is_forced:
         raise SettingsError("--reason is only used with --force: give both or neither")
     return reason
-
-
-def _clean_line(text: str) -> str:
-    """Convert a text to one line without characters that terminals or HTML pages interpret."""
-    return html.escape_invisible(" ".join(text.split()))
 
 
 def read_entries(path: Path) -> list[Promotion]:

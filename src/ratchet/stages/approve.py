@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from ratchet.config.units import utc_timestamp
 from ratchet.errors import DataError, GateError, SettingsError
-from ratchet.registry import approvals, keys, ledger, model_store, signature
+from ratchet.registry import approvals, keys, model_store, signature
 from ratchet.registry.approvals import ApprovalPredicate, SignedStatement
 from ratchet.registry.keys import MIN_DIGITS, SHOWN_DIGITS, Keyring
 from ratchet.registry.signature import Signer
 from ratchet.stages.gate import check_verdict
 from ratchet.stages.project import Project
-from ratchet.storage import digests
+from ratchet.storage import actors, digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.gate import Approver, Verdict, read_champion
@@ -113,7 +113,7 @@ def publish_statement(
         predicate = ApprovalPredicate(
             model_name=registry.model_name,
             model_digest=Verdict.model_validate_json(verdict_text).model_digest,
-            actor=ledger.current_actor(layout.root),
+            actor=actors.current_actor(layout.root),
             time=utc_timestamp(),
             key=signer.fingerprint if isinstance(signer, keys.KeySigner) else None,
             verdict=verdict_text if is_proposal else None,

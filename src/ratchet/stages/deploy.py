@@ -36,7 +36,7 @@ from ratchet.registry.deployment import smoke_test as smoke_tests
 from ratchet.registry.deployment.model_card import describe_forced
 from ratchet.registry.deployment.release import Deployment, DeploymentDirectory, PromotedModel, Release
 from ratchet.stages.project import Project
-from ratchet.storage import files
+from ratchet.storage import actors, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
@@ -187,7 +187,7 @@ def _deploy_version(
         tested = _stage_release(layout, server_dir, promoted, release, options.smoke_test, warnings)
         server_dir.activate(release.name)
         deployment = releases.build_deployment(
-            release, "deploy", ledger.current_actor(layout.root), smoke_test=tested, event=event, damage=damage,
+            release, "deploy", actors.current_actor(layout.root), smoke_test=tested, event=event, damage=damage,
             previous_release=before.name if before else None,
         )  # fmt: skip
         with _report_after_switch(server_dir, release):
@@ -307,7 +307,7 @@ def _keep_current(
     if not history or history[-1].release != release.name:
         before = history[-1].release if history else None
         history.append(
-            releases.build_deployment(release, "deploy", ledger.current_actor(layout.root), previous_release=before)
+            releases.build_deployment(release, "deploy", actors.current_actor(layout.root), previous_release=before)
         )
         server_dir.append_history(history[-1])
     server_dir.prune()
@@ -375,7 +375,7 @@ def _roll_back(layout: ProjectLayout, registry: MlflowModelRegistry, directory: 
                 f"{_describe_withdrawal(release.version, withdrawal)}; to deploy it anyway: --version {release.version}"
             )
         deployment = releases.build_deployment(
-            release, "rollback", ledger.current_actor(layout.root), previous_release=current.name
+            release, "rollback", actors.current_actor(layout.root), previous_release=current.name
         )
         server_dir.roll_back(deployment)
         with _report_after_switch(server_dir, release):

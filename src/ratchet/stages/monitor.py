@@ -30,7 +30,7 @@ from ratchet.registry import ledger
 from ratchet.registry.deployment import release as releases
 from ratchet.registry.deployment.release import DeploymentDirectory, Release
 from ratchet.stages.project import Project
-from ratchet.storage import digests, files
+from ratchet.storage import actors, digests, files
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.evaluation import EvaluatedRow, EvaluationReport, ModelRole
@@ -682,7 +682,7 @@ class MonitorSession:
         for name in names:
             learning = LEARNED_REQUESTS if is_accepted else 0
             self._tests[name] = self._start(name, learning, self._tests[name].resets + 1)
-        actor = ledger.current_actor(self.project.layout.root)
+        actor = actors.current_actor(self.project.layout.root)
         entry = MonitorReset(time=utc_timestamp(), actor=actor, reason=reason, tests=names, is_accepted=is_accepted)
         self._resets = (*self._resets, entry)
         self.save()

@@ -26,7 +26,7 @@ from ratchet.runs.directory import RunPaths
 from ratchet.stages.approve import collect_statements, publish_statement
 from ratchet.stages.project import Project
 from ratchet.stages.team import require_model_quota
-from ratchet.storage import digests, files
+from ratchet.storage import actors, digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.evaluation import EvaluationReport
@@ -136,7 +136,7 @@ def promote(project: Project, options: PromoteOptions = PromoteOptions()) -> Pro
         model_store.collect_sources(layout, bundle, exported)  # raises for a missing file
         if registered is None:
             require_model_quota(project, sum(size for _, size in exported.files.values()))
-        actor, time = ledger.current_actor(layout.root), utc_timestamp()
+        actor, time = actors.current_actor(layout.root), utc_timestamp()
         approved = _check_approvals(project, registry, options, bundle)
         is_forced = options.force and (verdict.decision != "PROMOTE" or was_withdrawn or approved.missing > 0)
         champion = Champion(
@@ -235,7 +235,7 @@ def rollback(
         (smoke_test or run_smoke_test)(folder)
         intent = PromotionIntent(
             id=promotion.new_event_id(), time=utc_timestamp(), action="rollback",
-            actor=ledger.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
+            actor=actors.current_actor(layout.root), project=layout.root.name, model_name=settings.promote.model_name,
             champion=champion, alias=alias, previous_version=before.champion.version if before.champion else None,
             decision=None, reason=reason, is_anchor=False, hooks=settings.promote.hooks, server=registry.server,
         )  # fmt: skip

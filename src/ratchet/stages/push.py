@@ -21,7 +21,7 @@ from ratchet.registry.deployment.model_card import MODEL_CARD, describe_forced
 from ratchet.registry.hub_card import CardMetadata, HubCard
 from ratchet.registry.hub_repository import Upload
 from ratchet.stages.project import Project, ignore_progress
-from ratchet.storage import digests, files
+from ratchet.storage import actors, digests, files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import BaseCard, Record, read_lines, write_lines
 from ratchet.storage.records.evaluation import EvaluationReport
@@ -119,7 +119,7 @@ def push(
         upload = Upload(repository, layout.push, manifest.file_digests, known, options.is_private)
         commit = hub_repository.publish(upload, f"{bundle.run_id}: {options.kind}, model {bundle.model_digest[:12]}")
         line = Push(
-            time=utc_timestamp(), actor=ledger.current_actor(layout.root), repository=repository,
+            time=utc_timestamp(), actor=actors.current_actor(layout.root), repository=repository,
             url=commit.url, revision=commit.revision, kind=options.kind, model_digest=bundle.model_digest,
             adapter_digest=bundle.adapter_digest, run_id=bundle.run_id, decision=judgement.decision,
             forced=judgement.forced, files=manifest.file_digests,
@@ -163,7 +163,7 @@ def _judge(project: Project, bundle: ModelBundle, reason: str | None) -> _Judgem
     if decision == "PROMOTE" and withdrawal is None:
         return _Judgement(decision, None)
     if reason is not None:
-        forced = ForcedPush(actor=ledger.current_actor(layout.root), reason=reason, decision=decision)
+        forced = ForcedPush(actor=actors.current_actor(layout.root), reason=reason, decision=decision)
         return _Judgement(decision, forced)
     if decision is None or verdict is None:
         problem = f"{layout.verdict}: is not about adapter {bundle.adapter_digest[:12]}; run `dvc repro`"

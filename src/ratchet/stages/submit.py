@@ -9,10 +9,10 @@ from ratchet.config import params_file
 from ratchet.errors import InputError, SettingsError
 from ratchet.models.start_adapter import CHAMPION, INIT_ADAPTER
 from ratchet.redaction import SETTING_PREFIX, redact
-from ratchet.registry.ledger import current_actor
 from ratchet.runs.job_queue import Job, JobQueue, JobRequest, JobState, Stage
 from ratchet.stages.project import Project
 from ratchet.stages.team import require_run_quota
+from ratchet.storage.actors import current_actor
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import Record
 

@@ -19,7 +19,6 @@ from ratchet.console.sweep_table import LiveSweepTable, SweepLogPrinter, count_f
 from ratchet.errors import DataError, InterruptedRunError, LockHeldError, RunFailedError, SettingsError, StorageError
 from ratchet.models import start_adapter
 from ratchet.redaction import SETTING_PREFIX
-from ratchet.registry.ledger import current_actor
 from ratchet.reports import plots, sweep_page
 from ratchet.runs.directory import RunPaths, storage_errors
 from ratchet.runs.fork_server import ForkServer
@@ -27,6 +26,7 @@ from ratchet.runs.signals import StopSignal
 from ratchet.stages.project import Project, ignore_progress, require_tracked_settings
 from ratchet.stages.team import require_run_quota
 from ratchet.storage import files
+from ratchet.storage.actors import current_actor
 from ratchet.storage.files import FileLock
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.progress import report_progress

@@ -20,7 +20,7 @@ from ratchet.config import params_file
 from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.errors import DamagedFileError, DataError
-from ratchet.registry.ledger import ACTOR_TAG, current_actor
+from ratchet.registry.ledger import ACTOR_TAG
 from ratchet.runs import status as run_status
 from ratchet.runs.callbacks import Status
 from ratchet.runs.directory import RunPaths, RunSpec
@@ -35,6 +35,7 @@ from ratchet.runs.tracking_payload import (
     read_final_status,
 )
 from ratchet.storage import digests
+from ratchet.storage.actors import current_actor
 from ratchet.storage.records.base import BaseCard
 from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.training import TrainReport
