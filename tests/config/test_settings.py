@@ -294,6 +294,26 @@ def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> Non
         params_file.load(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prepare.canaries": 5, "prepare.task": "labels"}, "override prepare.canaries: found 5 with task labels;"),
+        ({"select.max_characters": 10, "select.min_characters": 100}, "override select.max_characters: found 10;"),
+        ({"select.reward.command": "python a.py"}, r"expected a .*list such as \['python', 'a.py'\]"),
+    ],
+)
+def test_an_override_is_named_by_rules_about_its_section(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        params_file.parse("train:\n  rank: 4\n", overrides=changes)
+
+
+def test_a_misspelt_key_of_a_list_in_a_variable_is_not_suggested_as_a_variable() -> None:
+    with pytest.raises(
+        SettingsError, match=r"RATCHET__PREPARE__SOURCES: 0.wieght: unknown setting; did you mean weight\?"
+    ):
+        params_file.parse("train:\n  rank: 4\n", environment={"RATCHET__PREPARE__SOURCES": "[{files: a.jsonl, wieght: 2}]"})
+
+
 def test_a_number_in_quotes_is_exact() -> None:
     for text, number in (("'9007199254740993'", 2**53 + 1), ("'007'", 7)):
         assert params_file.parse(f"train:\n  seed: {text}\n").train.seed == number

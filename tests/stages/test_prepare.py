@@ -208,6 +208,18 @@ def test_rows_that_are_too_long_for_the_base_are_noted(prepared: Run) -> None:
     assert prepared(rows, max_tokens=1024).notes == ()
 
 
+def test_many_rows_that_were_dropped_as_too_long_are_noted(prepared: Run) -> None:
+    rows = [*rows_of(60), *({"prompt": f"{n} long " * 200, "response": "x"} for n in range(6))]
+    notes = prepared(rows, max_tokens=90).notes
+    assert [note for note in notes if note.startswith("6 rows (9%) were dropped because they have more than 90 tokens")]
+
+
+def test_answers_that_all_have_one_label_are_noted(prepared: Run) -> None:
+    rows = [{**row, "label": True} for row in rows_of(60)]
+    card = prepared(rows, max_tokens=90, task="preferences")
+    assert [note for note in card.notes if "training answers are labelled true, so train.objective kto" in note]
+
+
 def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Callable[..., str]) -> None:
     lines = [json.dumps(row) for row in rows_of(60)] + ["{broken", "[1]"]
     message = refused({"rows.jsonl": "\n".join(lines)})
@@ -579,7 +591,7 @@ def test_pairs_of_answers_are_two_conversations_with_one_prompt(
     assert card.pairs is not None
     assert card.pairs.longer_chosen == 1
     assert card.pairs.chosen_tokens > card.pairs.rejected_tokens
-    assert any("prefer length" in note for note in card.notes)
+    assert any("prefer long answers" in note for note in card.notes)
     assert "Chosen is longer" in layout.dataset_page.read_text(encoding="utf-8")
     dataset = token_files.open_split(layout.data, "train")
     rows_of_pairs = token_files.load_rows(layout.data, "train", "dpo")

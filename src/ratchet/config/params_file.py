@@ -323,6 +323,8 @@ def _is_caused_by(item: dict[str, Any], key: str) -> bool:
     keys, location = tuple(key.split(".")), tuple(item["loc"])
     if item["type"] == "extra_forbidden" and len(location) < len(keys):
         return keys[: len(location)] == location
+    if item["type"] == "value_error" and len(location) == len(keys) - 1:  # of a section, about one of its settings
+        return keys[:-1] == location and _clean_message(item).startswith(f"{keys[-1]}: ")
     return location[: len(keys)] == keys
 
 
@@ -366,6 +368,8 @@ def _format_override_problem(key: str, label: str, sections: dict[str, Any], ite
     of it."""
     option = COMMAND_LINE_OPTIONS.get(key) if label.startswith("override ") else None
     name = f"{option} ({key})" if option else label
+    if item["type"] == "value_error" and len(item["loc"]) < len(key.split(".")):
+        return f"{name}: {_clean_message(item).partition(': ')[2]}"
     parts = [str(part) for part, _ in _walk_location(sections, item)][len(key.split(".")) :]
     path = f"{name}: {'.'.join(parts)}" if parts else name
     return _format_complaint(path, [str(part) for part in item["loc"]], item)
@@ -399,7 +403,9 @@ def _format_complaint(path: str, keys: list[str], item: dict[str, Any]) -> str:
             constant = format_value(getattr(section, keys[-1]))
             text = f"found {_format_found(item['input'])}; it is no setting any more and always {constant}; remove it"
         else:
-            text = f"unknown setting; {_suggest_key(keys, is_variable=path.startswith(SETTING_PREFIX))}"
+            in_list = any(key.isdecimal() for key in keys)  # no variable sets one item of a list
+            is_variable = path.startswith(SETTING_PREFIX) and not in_list
+            text = f"unknown setting; {_suggest_key(keys, is_variable)}"
     elif kind == "literal_error" and item["loc"][-1:] == ("[key]",):  # an unknown key of a mapping
         text = f"unknown; expected one of: {item['ctx']['expected']!s}"
     elif kind == "union_tag_not_found":
@@ -479,7 +485,8 @@ def _describe_expected(item: dict[str, Any]) -> str:
         message = _clean_message(item)
         text = message[0].lower() + message[1:]
     if text in ("a list", "a non-empty list") and isinstance(item["input"], str | int | float):
-        text += f" such as [{_format_found(item['input'])}]"
+        words = item["input"].split() if isinstance(item["input"], str) else [item["input"]]
+        text += f" such as [{', '.join(map(_format_found, words))}]"
     return text
 
 

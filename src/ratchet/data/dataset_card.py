@@ -31,6 +31,8 @@ PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Pack capacities, in tokens, for which the card reports the fill rate."""
 MAX_NAMES_SHOWN = 5
 """Number of strata or labels that a note names."""
+MAX_LONG_SHARE = 0.05
+"""Share of rows that are dropped as too long above which the card has a note."""
 MAX_LENGTH_BIAS = 0.15
 """Difference of the share of longer chosen answers from a half, above which the card has a note."""
 MAX_LABEL_CHARACTERS = 60
@@ -139,7 +141,31 @@ def _describe_length_bias(ingestion: RowIngestion, selection: RowSelection) -> I
         yield (
             f"the chosen answer is the longer one in {report.longer_chosen:.0%} of the training pairs (chosen "
             f"{report.chosen_tokens:,.0f}, rejected {report.rejected_tokens:,.0f} tokens in the mean), so a model may "
-            "learn to prefer length"
+            f"learn to prefer {'long' if report.longer_chosen > 0.5 else 'short'} answers"
+        )
+
+
+def _describe_missing_label(ingestion: RowIngestion, selection: RowSelection) -> Iterator[str]:
+    """Yield a note if all training answers have the same label of preference."""
+    mask = selection.kept & (selection.split == TRAIN)
+    if ingestion.preference == "label" and mask.any():
+        desirable = ingestion.accepted.values.column("is_desirable", mask)
+        if desirable.all() or not desirable.any():
+            yield (
+                f"all {len(desirable):,} training answers are labelled {str(bool(desirable[0])).lower()}, so "
+                "train.objective kto cannot learn from them; add answers with the other label"
+            )
+
+
+def _describe_long_rows(ingestion: RowIngestion, settings: Prepare) -> Iterator[str]:
+    """Yield a note if many rows were dropped because they are too long."""
+    if (dropped := ingestion.ledger.dropped.get("too_long")) is None:
+        return
+    share = dropped.count / ingestion.ledger.rows_in
+    if share > MAX_LONG_SHARE:
+        yield (
+            f"{dropped.count:,} rows ({share:.0%}) were dropped because they have more than {settings.max_tokens:,} "
+            "tokens (prepare.max_tokens); prepare.too_long says what happens to such rows"
         )
 
 
@@ -208,6 +234,8 @@ def _notes(
             advice = "set prepare.system: merge" if kind == "system messages" else "use another template, or drop them"
             yield f"the chat template omits {kind}, so the model does not see them; {advice}"
     yield from _describe_length_bias(ingestion, selection)
+    yield from _describe_missing_label(ingestion, selection)
+    yield from _describe_long_rows(ingestion, settings)
     if selection.near_duplicates and (count := selection.near_duplicates.contradicting):
         yield f"{count:,} dropped near-duplicates have another label than the row that was kept instead"
     if ingestion.unanswered_messages:

@@ -450,8 +450,8 @@ class RowLedger:
                 "set it to null)"
             )
         raise DataError(
-            f"prepare: more of the {self.rows_in:,} rows were lost than the limits allow; fix the rows, or raise "
-            f"{', '.join(names)}:\n" + "\n".join(lines)
+            f"prepare: more of the {self.rows_in:,} rows were lost or truncated than the limits allow; fix the rows, "
+            f"or raise {', '.join(names)}:\n" + "\n".join(lines)
         )
 
 

@@ -235,11 +235,12 @@ def _describe_missing(root: Path, path: Path, pattern: str) -> str:
         return f"{pattern}: found a folder, expected files; write for example {pattern}/*.jsonl"
     if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
         return f"{pattern}: the content is not in the workspace; fetch it with dvc pull"
-    raw = root / "data" / "raw"
-    files = (file for file in raw.rglob("*") if file.is_file() and not file.name.startswith("."))
-    names = sorted(file.relative_to(root).as_posix() for file in files) if raw.is_dir() else []
+    name = "/".join(pattern.split("/")[:2]) if pattern.startswith("data/") and pattern.count("/") > 1 else "data/raw"
+    folder = root / name
+    files = (file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    names = sorted(file.relative_to(root).as_posix() for file in files) if folder.is_dir() else []
     shown = ", ".join(names[:_MAX_FILES_SHOWN]) + (" ..." if len(names) > _MAX_FILES_SHOWN else "")
-    return f"{pattern}: no such file; data/raw holds {shown or 'no files'}"
+    return f"{pattern}: no such file; {name} holds {shown or 'no files'}"
 
 
 # ----- Datasets of the hub

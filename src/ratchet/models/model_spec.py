@@ -293,7 +293,7 @@ def _read_config(file: Path, remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:  # the class computes with values from the file and may raise any error
-        raise BaseModelError(f"{file}: transformers cannot read it: {first_line(error)}") from error
+        raise BaseModelError(f"{file}: transformers cannot read it: {' '.join(str(error).split())[:300]}") from error
 
 
 # Modules that compute hidden states: the body and its blocks (decoder layers).

@@ -60,6 +60,10 @@ POINTS, LEAST_POINTS = 3600, 150
 MOST_POINTS = 600
 """Maximum number of points of a curve."""
 SEED = "train.seed"
+ONE_RUN_NOTE = (
+    "Each side is one run: a significant difference is one between these models, and other seeds of the same settings "
+    "may differ. Groups of seeds (A+B+C) compare settings."
+)
 NO_VALUE = "\u2013"
 """Text of a setting without a value."""
 
@@ -591,7 +595,7 @@ def compare_subjects(
         comparison_rows([[run.execution for run in side.runs] for side in sides]),
         tuple(test_results),
         incomparable,
-        tuple(_collect_notes(sides)),
+        (*_collect_notes(sides), *([ONE_RUN_NOTE] if test_results and all(len(s.runs) == 1 for s in sides) else [])),
     )
 
 

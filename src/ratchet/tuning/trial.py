@@ -326,6 +326,8 @@ def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception)
         cause = summary.cause
     constraints = summary.constraints if cause == summary.cause else {}
     text = summary.text if cause == summary.cause and summary.text else f"{type(error).__name__}: {error}"
+    if cause == "data" and any(text.startswith(f"{name}: ") for name in callback.trial.values):
+        constraints = {"settings": UNKNOWN}  # the base cannot have a value of the trial, such as this rank
     state = "infeasible" if constraints else "failed"
     return _ended_trial(callback, paths, state=state, constraints=constraints, cause=cause, reason=text)
 
