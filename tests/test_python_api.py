@@ -145,10 +145,10 @@ def test_arguments_of_another_type_are_refused(trained: tuple[Any, ...]) -> None
         (lambda: ratchet.control_trial(project, "stop", 0.5), "trial: found 0.5"),
         (lambda: ratchet.control_trial(project, "clone", 0, "train.rank=3"), "changes: found 'train.rank=3'"),
         (lambda: ratchet.control_trial(project, "clone", 0, None, "no"), "is_warm: found 'no'"),
-        (lambda: ratchet.audit(project, releases="release"), "releases: found 'release'; expected a list, each item "),
+        (lambda: ratchet.audit(project, releases="release"), "releases: found 'release'; expected a list whose items "),
         (lambda: ratchet.monitor(project, "log.jsonl"), "logs: found 'log.jsonl'; expected a list"),
-        (lambda: ratchet.compare(project, [1]), r"names: found \[1\]; expected a list, each item of it a string"),
-        (lambda: ratchet.train(project, callbacks=[print, "no"]), "callbacks: found .*; expected a list, "),
+        (lambda: ratchet.compare(project, [1]), r"names: found \[1\]; expected a list whose items are each a string"),
+        (lambda: ratchet.train(project, callbacks=[print, "no"]), "callbacks: found .*; expected a list "),
         (lambda: ratchet.generate(project, 5, "out.jsonl"), "prompts: found 5; expected a string or a pathlib.Path"),
         (lambda: ratchet.rollback(project, "v1"), "version: found 'v1'; expected an integer or None"),
     ):

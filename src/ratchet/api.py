@@ -2,7 +2,7 @@
 
 The functions print nothing, return records and raise the exceptions of `ratchet.errors`. Each function does the same as
 the command of the same name, with the same locks: a notebook and a terminal can work on one project. A function raises
-SettingsError if an argument has another type. On AMD CPUs with AVX-512, functions that use a model replace
+SettingsError if an argument has the wrong type. On AMD CPUs with AVX-512, functions that use a model replace
 torch's float32 products in the whole process (docs/evidence_speed.md).
 """
 
@@ -58,8 +58,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _public(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a function refuse arguments of another type, and name the library to install if an import fails."""
+def _check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a function refuse arguments of the wrong type, and name the library to install if an import fails."""
 
     @functools.wraps(function)
     def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -70,10 +70,10 @@ def _public(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return checked_function
 
 
-init = _public(init_stage.init)
+init = _check_arguments(init_stage.init)
 
 
-@_public
+@_check_arguments
 def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
     """Resolve and pin the base model, or build the tiny one. Raises BaseModelError, DataError, SettingsError."""
     from ratchet.stages import base as stage
@@ -82,7 +82,7 @@ def base(project: Project, on_progress: Progress = ignore_progress) -> BaseCard:
         return stage.base(project, on_progress)
 
 
-@_public
+@_check_arguments
 def prepare(project: Project) -> DatasetCard:
     """Turn source files into split, templated, tokenized rows. Raises DataError, SettingsError, BaseModelError."""
     from ratchet.stages import prepare as stage
@@ -90,7 +90,7 @@ def prepare(project: Project) -> DatasetCard:
     return stage.prepare(project)
 
 
-@_public
+@_check_arguments
 def train(
     project: Project,
     overrides: Overrides | None = None,
@@ -141,7 +141,7 @@ def _override_training(project: Project, overrides: Overrides | None) -> Project
     return project
 
 
-@_public
+@_check_arguments
 def evaluate(project: Project, on_progress: Progress = ignore_progress) -> EvaluationReport:
     """Score base, candidate and champion on the test rows. Raises DataError, ChampionError, SettingsError."""
     from ratchet.stages import evaluate as stage
@@ -150,7 +150,7 @@ def evaluate(project: Project, on_progress: Progress = ignore_progress) -> Evalu
         return stage.evaluate(project, on_progress).report
 
 
-@_public
+@_check_arguments
 def export(project: Project) -> ModelBundle:
     """Merge the adapter, write every format, run each of them and compare. Raises DataError, DamagedFileError."""
     from ratchet.stages import export as stage
@@ -158,7 +158,7 @@ def export(project: Project) -> ModelBundle:
     return stage.export(project)
 
 
-@_public
+@_check_arguments
 def gate(project: Project) -> Verdict:
     """Decide whether the model may be promoted: PROMOTE, HOLD, REJECT or INVALID. Raises DataError."""
     from ratchet.stages import gate as stage
@@ -166,7 +166,7 @@ def gate(project: Project) -> Verdict:
     return stage.gate(project)
 
 
-@_public
+@_check_arguments
 def sweep(
     project: Project, workers: int = 1, overrides: Overrides | None = None, on_progress: Progress = ignore_progress
 ) -> SweepReport:
@@ -191,7 +191,7 @@ def sweep(
         return stage.sweep(_override_training(project, overrides), workers=int(workers), on_progress=on_progress).report
 
 
-@_public
+@_check_arguments
 def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     """Write the hyperparameters of a trial into params.yaml; `trial` None: the winner's. Raises DataError,
     SettingsError."""
@@ -200,7 +200,7 @@ def adopt(project: Project, trial: int | None = None) -> "AdoptedTrial":
     return stage.adopt_trial(project, None if trial is None else int(trial))
 
 
-@_public
+@_check_arguments
 def control_trial(
     project: Project, action: "RequestAction", trial: int, changes: Overrides | None = None, is_warm: bool = False
 ) -> "TrialRequestResult":
@@ -224,7 +224,7 @@ def control_trial(
     return stage.control_trial(project, action, int(trial), changes, is_warm)
 
 
-@_public
+@_check_arguments
 def generate(
     project: Project, prompts: str | Path, output: str | Path, model: str = "adapter",
     on_progress: Progress = ignore_progress,
@@ -247,7 +247,7 @@ def generate(
     return stage.generate(project, Path(prompts), Path(output), model, on_progress)
 
 
-@_public
+@_check_arguments
 def chat(project: Project, model: str = "adapter", on_progress: Progress = ignore_progress) -> "Chat":
     """Load a model and begin a conversation: `ask(text)` returns an answer, `close()` releases the model.
 
@@ -264,7 +264,7 @@ def chat(project: Project, model: str = "adapter", on_progress: Progress = ignor
     return Chat(project, model, on_progress)
 
 
-@_public
+@_check_arguments
 def compare(project: Project, names: Sequence[str | Run], output: str | Path | None = None) -> "CompareResult":
     """Compare runs, trials or versions and write a page. Raises DataError if a name matches nothing."""
     from ratchet.stages import compare as stage
@@ -273,7 +273,7 @@ def compare(project: Project, names: Sequence[str | Run], output: str | Path | N
     return stage.compare(project, texts, None if output is None else Path(output))
 
 
-@_public
+@_check_arguments
 def promote(project: Project, *, force: bool = False, reason: str | None = None) -> "PromotionResult":
     """Register the exported model and make it champion. Repeating the call changes nothing.
 
@@ -291,7 +291,7 @@ def promote(project: Project, *, force: bool = False, reason: str | None = None)
     return stage.promote(project, stage.PromoteOptions(force=force, reason=reason))
 
 
-@_public
+@_check_arguments
 def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     """Sign an approval of the promotion that a verdict allows. Repeating the call changes nothing.
 
@@ -308,7 +308,7 @@ def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
     return stage.approve(project, verdict)
 
 
-@_public
+@_check_arguments
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
     """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
     from ratchet.stages import promote as stage
@@ -316,7 +316,7 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))
 
 
-@_public
+@_check_arguments
 def audit(project: Project, version: int | None = None, releases: Sequence[str | Path] = ()) -> "AuditReport":
     """Check every fact about a promoted version: its data, training, judgement, promotion and deployments.
 
@@ -334,7 +334,7 @@ def audit(project: Project, version: int | None = None, releases: Sequence[str |
     return stage.audit(project, version, [Path(path) for path in releases])
 
 
-@_public
+@_check_arguments
 def monitor(project: Project, logs: Sequence[str | Path], version: int | None = None) -> "MonitorReport":
     """Compare the answers that a server logs with the evaluation of a version. Repeating the call counts no line twice.
 
@@ -353,7 +353,7 @@ def monitor(project: Project, logs: Sequence[str | Path], version: int | None = 
     return stage.monitor(project, logs, stage.MonitorOptions(version))
 
 
-@_public
+@_check_arguments
 def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     project: Project, repository: str, kind: "PushKind" = "adapter", *, is_private: bool = False,
     license: str | None = None, languages: Sequence[str] = (), datasets: Sequence[str] = (), force: bool = False,
@@ -386,13 +386,13 @@ def push(  # noqa: PLR0913 (the flags of the command, as keywords)
     return stage.push(project, repository, options, on_progress)
 
 
-@_public
+@_check_arguments
 def load_run(project: Project, run_id: str) -> Run:
     """Return the run with this id, or the only run whose id begins with it. Raises DataError if there is none."""
     return Run(directory.find_run(project.layout.runs, run_id))
 
 
-@_public
+@_check_arguments
 def list_runs(project: Project) -> list[Run]:
     """Return all runs of the project, the newest first."""
     return [

@@ -13,9 +13,9 @@
     │   ├── LockHeldError                  another process holds the lock
     │   │   └── LeaseHeldError        75   another machine trains the run; repeat later
     │   ├── StorageError                   a directory that cannot be written: read-only, full, no permission
-    │   ├── QuotaError                     the team has used up its runs or disk space
+    │   ├── QuotaError                     the tenant's quota has no room
     │   └── ChampionError                  champion file and registry disagree, or the champion is missing
-    ├── GateError                      3   no verdict PROMOTE for this model; nothing was promoted
+    ├── GateError                      3   no verdict PROMOTE for this model, or it was rolled back; nothing changed
     ├── RunFailedError                 1   training gave up; the message has the cause and the number of attempts
     ├── DivergenceError                1   too many bad steps; the message has the diagnosis
     ├── NonFiniteStateError            1   weights in memory are not finite; training resumes from the last checkpoint
@@ -131,7 +131,7 @@ class QuotaError(InputError):
 
 
 class ChampionError(InputError):
-    """Champion file and model registry disagree, or the champion's files are missing."""
+    """Champion file, ledger and model registry disagree, or the champion's files are missing."""
 
 
 class GateError(RatchetError):

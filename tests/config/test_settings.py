@@ -311,7 +311,9 @@ def test_a_misspelt_key_of_a_list_in_a_variable_is_not_suggested_as_a_variable()
     with pytest.raises(
         SettingsError, match=r"RATCHET__PREPARE__SOURCES: 0.wieght: unknown setting; did you mean weight\?"
     ):
-        params_file.parse("train:\n  rank: 4\n", environment={"RATCHET__PREPARE__SOURCES": "[{files: a.jsonl, wieght: 2}]"})
+        params_file.parse(
+            "train:\n  rank: 4\n", environment={"RATCHET__PREPARE__SOURCES": "[{files: a.jsonl, wieght: 2}]"}
+        )
 
 
 def test_a_number_in_quotes_is_exact() -> None:

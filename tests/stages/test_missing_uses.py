@@ -51,8 +51,10 @@ def test_a_removed_file_makes_the_verdict_invalid(third: Project, capsys: pytest
     assert (verdict.decision, verdict.test_set_uses) == ("INVALID", 3)
     [reason] = verdict.reasons
     assert reason.rule == "test_set_uses"
-    assert "experiments/test_set_uses.jsonl: has 1 model of this test set, but the verdicts of" in reason.text
-    assert "prove at least 3, so lines are missing; restore them from git, such as" in reason.text
+    assert (
+        "experiments/test_set_uses.jsonl: has lines about 1 model of this test set, but the verdicts of" in reason.text
+    )
+    assert "prove at least 3, so lines are missing; HEAD lacks them too" in reason.text
     [problem] = audit(third).list_facts("contradicted")
     assert (problem.name, "lines are missing" in problem.proof) == ("uses of the test set", True)
     assert main(["--project", str(layout.root), "audit"]) == 3
@@ -80,7 +82,7 @@ def test_the_message_counts_the_lines_that_git_has(third: Project) -> None:
     count = len(layout.test_set_uses.read_bytes().splitlines())
     layout.test_set_uses.unlink()
     [reason] = gate(third).reasons
-    assert f"restore them from git (HEAD has {count} lines that the file lacks)" in reason.text
+    assert f"HEAD has {count} lines that the file lacks: copy them from `git show HEAD:" in reason.text
 
 
 def test_promoted_models_count_although_the_test_set_has_grown(third: Project) -> None:
@@ -88,7 +90,7 @@ def test_promoted_models_count_although_the_test_set_has_grown(third: Project) -
     layout = third.layout
     layout.test_set_uses.unlink()
     comparison = test_sets.compare_uses(layout, "7" * 64, "model")
-    assert (comparison.recorded, comparison.proven, len(comparison.witnesses)) == (1, 3, 2)
+    assert (comparison.recorded, comparison.proven, len(comparison.witnesses)) == (0, 3, 2)
 
 
 def test_models_that_another_person_promoted_count_without_lines(
@@ -100,7 +102,25 @@ def test_models_that_another_person_promoted_count_without_lines(
     assert (gate(third).decision, gate(third).test_set_uses) == ("HOLD", 3)
 
 
+def test_a_number_that_includes_models_of_others_proves_no_missing_line(
+    tracked_project: ProjectLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracked_project.params.write_text(params_file.dump(SETTINGS), encoding="utf-8")
+    project = Project(tracked_project.root)
+    for actor, model in (("eve", "a"), ("ada", "b")):
+        monkeypatch.setenv("RATCHET_ACTOR", actor)
+        write_outputs(tracked_project, model)
+        gate(project)
+        promote(project)
+        if actor == "eve":
+            tracked_project.test_set_uses.unlink()  # it is in the clone of eve
+    report = EvaluationReport.load(tracked_project.eval_report)
+    comparison = test_sets.compare_uses(tracked_project, report.test_set_digest, report.adapter_digest)
+    assert (comparison.recorded, comparison.proven, comparison.witnesses) == (1, 2, ())
+    assert audit(project).list_facts("contradicted") == []
+
+
 def test_promoted_models_of_another_test_set_do_not_count(third: Project) -> None:
     layout = third.layout
     comparison = test_sets.compare_uses(layout, "7" * 64, "model")
-    assert (comparison.proven, comparison.describe_loss(layout)) == (1, None)
+    assert (comparison.proven, comparison.describe_missing_lines(layout)) == (1, None)

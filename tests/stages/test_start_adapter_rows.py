@@ -109,7 +109,9 @@ def test_test_rows_that_trained_the_start_adapter_make_the_verdict_invalid(
     assert verdict.decision == "INVALID"
     [reason] = verdict.reasons
     assert reason.rule == "start_adapter"
-    assert reason.text.startswith(f"{leaked} test rows were training or validation rows of run {first}, from which")
+    assert reason.text.startswith(
+        f"{leaked} test rows found among the training and validation rows of run {first}, from which"
+    )
     assert "prepare.split.seed of that run" in reason.text
     assert verdict.notes == report.unchecked_starts == ()
 

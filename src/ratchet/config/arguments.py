@@ -54,7 +54,7 @@ def _describe(kind: Any) -> str:
     if origin is UnionType:
         return " or ".join(_describe(part) for part in parts)
     if origin is Sequence:
-        return f"a list, each item of it {_describe(parts[0])}"
+        return f"a list whose items are each {_describe(parts[0])}"
     if isinstance(kind, str):
         return _DESCRIPTIONS[str]
     return _DESCRIPTIONS.get(origin or kind) or f"a {kind.__module__.partition('.')[0]}.{kind.__name__}"

@@ -331,9 +331,9 @@ def _is_caused_by(item: dict[str, Any], key: str) -> bool:
 def _convert_to_builtin(node: Any) -> Any:
     """Convert ruamel's containers and scalars, and those of overrides (numpy's numbers, paths), to built-in types,
     because pydantic's strict mode requires them."""
-    if isinstance(node, CommentedMap):
+    if isinstance(node, Mapping):
         return {str(key): _convert_to_builtin(value) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
+    if isinstance(node, list | tuple):
         return [_convert_to_builtin(value) for value in node]
     kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
         (bool, bool), (Integral, int), (Real, float), (str, str), (PurePath, str),
@@ -485,8 +485,8 @@ def _describe_expected(item: dict[str, Any]) -> str:
         message = _clean_message(item)
         text = message[0].lower() + message[1:]
     if text in ("a list", "a non-empty list") and isinstance(item["input"], str | int | float):
-        words = item["input"].split() if isinstance(item["input"], str) else [item["input"]]
-        text += f" such as [{', '.join(map(_format_found, words))}]"
+        words = re.findall(r"[^\s,\[\]]+", item["input"]) if isinstance(item["input"], str) else [item["input"]]
+        text += f" such as [{', '.join(map(_format_found, words))}]" if words else ""
     return text
 
 

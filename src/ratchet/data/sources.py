@@ -235,7 +235,9 @@ def _describe_missing(root: Path, path: Path, pattern: str) -> str:
         return f"{pattern}: found a folder, expected files; write for example {pattern}/*.jsonl"
     if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
         return f"{pattern}: the content is not in the workspace; fetch it with dvc pull"
-    name = "/".join(pattern.split("/")[:2]) if pattern.startswith("data/") and pattern.count("/") > 1 else "data/raw"
+    folders = pattern.split("/")[:-1]
+    is_plain = len(folders) > 1 and folders[0] == "data" and re.fullmatch(r"[\w.-]+", folders[1])
+    name = "/".join(folders[:2]) if is_plain else "data/raw"
     folder = root / name
     files = (file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
     names = sorted(file.relative_to(root).as_posix() for file in files) if folder.is_dir() else []

@@ -105,7 +105,7 @@ class GateEvidence:
     """Rows and documents in the order of sequential tests; None if they are not recorded, or for fixed tests."""
     model_number: int | None = None
     """Number of the candidate among the models evaluated on the test set, from 1; None for fixed tests."""
-    missing_uses: str | None = None
+    missing_uses_problem: str | None = None
     """Description of missing lines of experiments/test_set_uses.jsonl, and what to do; None if nothing is missing."""
     damaged_judgements: int = 0
     """Number of lines of experiments/judgements.jsonl that cannot be read; 0 unless a rule uses them."""
@@ -174,7 +174,7 @@ def read_evidence(layout: ProjectLayout, settings: Settings, current_task_digest
         samples=samples,
         groups={row.id: row.group for row in rows},
         test_set_uses=uses.proven,
-        missing_uses=uses.describe_loss(layout),
+        missing_uses_problem=uses.describe_missing_lines(layout),
         noise=noise,
         noise_samples=noise_samples,
         current_task_digests=current_task_digests,

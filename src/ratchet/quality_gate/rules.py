@@ -21,7 +21,7 @@ from ratchet.config.gate import (
     MustNotRegressRule,
     Reference,
 )
-from ratchet.config.units import format_bytes
+from ratchet.config.units import format_bytes, format_count
 from ratchet.quality_gate import evidence, paired_test, sequential_test, statistics
 from ratchet.quality_gate.evidence import (
     ROLE_OF_FORMAT,
@@ -664,15 +664,16 @@ def find_problems(evidence: GateEvidence, test: Literal["fixed", "sequential"]) 
     problems += [
         (
             "start_adapter",
-            f"{count} test rows were training or validation rows of {name}, from which this training starts "
-            "(train.init_adapter), or of a run before it, so they cannot show what the model learned; prepare the data "
-            "with the prepare.split.seed of that run, or set a start adapter that was trained with this split",
+            f"{format_count(count, 'test row')} found among the training and validation rows of {name}, from which "
+            "this training starts (train.init_adapter), or of a run before it, so they cannot show what the model "
+            "learned; prepare the data with the prepare.split.seed of that run, or set a start adapter that was "
+            "trained with this split",
         )
         for name, count in sorted(evidence.report.start_overlaps.items())
     ]
     problems += [("tasks", text) for text in _find_changed_tasks(evidence)]
-    if evidence.missing_uses is not None:
-        problems.append(("test_set_uses", evidence.missing_uses))
+    if evidence.missing_uses_problem is not None:
+        problems.append(("test_set_uses", evidence.missing_uses_problem))
     if test == "sequential" and evidence.test_set is None:
         problems.append(
             ("test_set", "the rows of this test set are not recorded with an order; run `dvc repro -f evaluate`")

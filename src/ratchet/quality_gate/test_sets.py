@@ -29,7 +29,7 @@ from ratchet.storage.records.gate import TestSetRows, TestSetUse, Verdict, read_
 
 LOCK_WAIT_S = 60.0
 """Maximum wait for the lock of the file."""
-MAX_WITNESSES = 3
+MAX_MODELS_SHOWN = 3
 """Number of models that a message lists; the message counts the rest."""
 
 Line = TestSetUse | TestSetRows
@@ -246,29 +246,32 @@ class UsesComparison:
     """Number of models that were evaluated on a test set, by two sources."""
 
     recorded: int
-    """Number according to experiments/test_set_uses.jsonl, the model in question included."""
+    """Number according to experiments/test_set_uses.jsonl."""
     proven: int
-    """Smallest number that agrees with that file and with the verdicts of promoted models."""
+    """Smallest number that agrees with that file and with the verdicts of promoted models, the model in question
+    included."""
     witnesses: tuple[str, ...] = ()
     """Model digests of models that this person promoted, with verdicts that do not agree with the file. What others
     promoted may have been evaluated in another clone, so it only counts."""
 
-    def describe_loss(self, layout: ProjectLayout) -> str | None:
+    def describe_missing_lines(self, layout: ProjectLayout) -> str | None:
         """Describe that lines of the file are missing, and what to do; None if the file agrees with all verdicts."""
         if not self.witnesses:
             return None
         path = layout.test_set_uses.relative_to(layout.root).as_posix()
-        shown = ", ".join(digest[:SHORT] for digest in self.witnesses[:MAX_WITNESSES])
-        more = f" and {len(self.witnesses) - MAX_WITNESSES} more" if len(self.witnesses) > MAX_WITNESSES else ""
+        hidden = len(self.witnesses) - MAX_MODELS_SHOWN
+        shown = ", ".join(digest[:SHORT] for digest in self.witnesses[:MAX_MODELS_SHOWN])
+        shown += f" and {hidden} more" if hidden > 0 else ""
         proof = f"the verdict of the promoted model {shown} proves"
         if len(self.witnesses) > 1:
-            proof = f"the verdicts of the promoted models {shown}{more} prove"
-        lost = _count_lines_only_in_git(layout)
-        in_git = f" (HEAD has {units.format_count(lost, 'line')} that the file lacks)" if lost else ""
+            proof = f"the verdicts of the promoted models {shown} prove"
+        remedy = f"HEAD lacks them too: see `git log -p -- {path}`, or pull the commit that has them"
+        if lost := _count_lines_only_in_git(layout):
+            remedy = f"HEAD has {units.format_count(lost, 'line')} that the file lacks: copy them from `git show HEAD:"
+            remedy += f"{path}`"
         return (
-            f"{path}: has {units.format_count(self.recorded, 'model')} of this test set, but {proof} at least "
-            f"{self.proven}, so lines are missing; restore them from git{in_git}, such as with `git checkout HEAD -- "
-            f"{path}`, and run `dvc repro -f gate`"
+            f"{path}: has lines about {units.format_count(self.recorded, 'model')} of this test set, but {proof} at "
+            f"least {self.proven}, so lines are missing; {remedy}, and run `dvc repro -f gate`"
         )
 
 
@@ -289,17 +292,22 @@ def compare_uses(layout: ProjectLayout, test_set_digest: str, model: str) -> Use
     names = test_set.digests if test_set else {test_set_digest}
     known = {line.digest for line in lines if isinstance(line, TestSetRows)}
     uses = {(line.test_set_digest, line.model) for line in lines if isinstance(line, TestSetUse)}
-    recorded = {used for digest, used in uses if digest in names} | {model}
-    proven, least, witnesses = set(recorded), 0, []
-    for verdict, is_own in _read_promoted_verdicts(layout):
-        is_recorded = (verdict.test_set_digest, verdict.adapter_digest) in uses
-        is_same = verdict.test_set_digest in names
-        if is_same or not (is_recorded or verdict.test_set_digest in known):
-            proven.add(verdict.adapter_digest)
-            least = max(least, verdict.test_set_uses if is_same else 0)
-            if is_own and (not is_recorded or (is_same and verdict.test_set_uses > len(recorded))):
-                witnesses.append(verdict.model_digest)
-    return UsesComparison(len(recorded), max(len(proven), least), tuple(witnesses))
+    recorded = {used for digest, used in uses if digest in names}
+    found = [
+        (verdict, is_own, (verdict.test_set_digest, verdict.adapter_digest) in uses)
+        for verdict, is_own in _read_promoted_verdicts(layout)
+        if verdict.test_set_digest in names
+        or not (verdict.test_set_digest in known or (verdict.test_set_digest, verdict.adapter_digest) in uses)
+    ]
+    proven = recorded | {model} | {verdict.adapter_digest for verdict, _, _ in found}
+    numbers = {v.model_digest: v.test_set_uses if v.test_set_digest in names else 0 for v, _, _ in found}
+    # A number may include models that others promoted, which have no lines here.
+    witnesses = tuple(
+        verdict.model_digest
+        for verdict, is_own, is_recorded in found
+        if is_own and (not is_recorded or numbers[verdict.model_digest] > len(proven))
+    )
+    return UsesComparison(len(recorded), max(len(proven), *numbers.values(), 0), witnesses)
 
 
 def _read_promoted_verdicts(layout: ProjectLayout) -> Iterator[tuple[Verdict, bool]]:

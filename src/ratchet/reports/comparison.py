@@ -61,8 +61,8 @@ MOST_POINTS = 600
 """Maximum number of points of a curve."""
 SEED = "train.seed"
 ONE_RUN_NOTE = (
-    "Each side is one run: a significant difference is one between these models, and other seeds of the same settings "
-    "may differ. Groups of seeds (A+B+C) compare settings."
+    "Each side is one run, so a significant difference is between these models. Other seeds of the same settings may "
+    "give another result. To compare settings, compare groups of seeds (A+B+C)."
 )
 NO_VALUE = "\u2013"
 """Text of a setting without a value."""

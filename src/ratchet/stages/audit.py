@@ -714,14 +714,12 @@ class _Auditor:
             self._verified("test set", f"{digest[:SHORT]}, the digest of {count:,} ids", shown)
         limit = f" (limit {verdict.max_test_set_uses})" if verdict.max_test_set_uses else ""
         text = f"{units.format_count(verdict.test_set_uses, 'model')} at the verdict{limit}"
-        now = len({use.model for use in uses})
-        loss = test_sets.compare_uses(self.layout, digest, verdict.adapter_digest).describe_loss(self.layout)
-        if loss is not None:
-            self._contradicted("uses of the test set", text, loss)
+        comparison = test_sets.compare_uses(self.layout, digest, verdict.adapter_digest)
+        now = comparison.proven
+        if (problem := comparison.describe_missing_lines(self.layout)) is not None:
+            self._contradicted("uses of the test set", text, problem)
         elif not own:
             self._unverified("uses of the test set", text, f"{shown}: has no line about this model")
-        elif now < verdict.test_set_uses:
-            self._contradicted("uses of the test set", text, f"{shown}: has only {now} now; lines were removed")
         else:
             self._verified("uses of the test set", f"{text}, {now} now", shown)
         for note in verdict.notes:
@@ -774,7 +772,7 @@ class _Auditor:
                 anchor=_find_model(opponents, verdict.anchor_digest),
             ),
             test_set_uses=verdict.test_set_uses,
-            missing_uses=None,
+            missing_uses_problem=None,
             earlier_decisions=verdict.earlier_decisions,
         )
         # Sets for model selection may have grown since the verdict, so the overlaps of the evaluation count, too.

@@ -169,14 +169,13 @@ class _QueueWorker:
         with _LeaseRenewal(self._queue, job, self._machine.lease_timeout_s, self._on_progress) as lease:
             attempt = _JobAttempt(self._project, self._queue, job, lease, self.stop, self._on_progress)
             try:
-                try:
-                    outcome = attempt.run()
-                finally:
-                    attempt.remove_workspaces()
+                outcome = attempt.run()
             except RatchetError as error:
                 outcome = _Outcome("failed", str(error), error.exit_code)
             except OSError as error:  # a full disk, for example
                 outcome = _Outcome("failed", str(error), EXIT_BUG)
+            finally:
+                attempt.remove_workspaces()
             has_job = self._end_job(job, outcome)
         if outcome.kind == "lost" or not has_job:
             self._on_progress(f"{title}: another worker has it, or it was cancelled; nothing more is stored about it")
@@ -295,8 +294,12 @@ class _JobAttempt:
     def remove_workspaces(self) -> None:
         """Remove the workspaces of this and of earlier attempts on this machine. Links are not followed."""
         for workspace in self._project.layout.queue.glob(f"job-{self._job.id}.[0-9]*"):
-            if int(workspace.name.rpartition(".")[2]) <= self._job.token:  # a later attempt may run here
+            if int(workspace.name.rpartition(".")[2]) > self._job.token:  # a later attempt may run here
+                continue
+            try:
                 shutil.rmtree(workspace)
+            except OSError as error:
+                self._on_progress(f"job {self._job.id}: {workspace} is not removed: {error}")
 
     def _check_run(self, layout: ProjectLayout, settings: Settings) -> str:
         """Record the run of the job. Return why this machine must not train it; empty if it may.

@@ -8,7 +8,7 @@ from pathlib import Path
 from ratchet.storage import html
 
 ACTOR_VARIABLE = "RATCHET_ACTOR"
-"""Environment variable with the name of the person or service that promotes."""
+"""Environment variable with the name of the person or service that acts: promotes, approves, deploys, trains."""
 
 
 def current_actor(root: Path) -> str:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from ratchet.config.train import Train
-from ratchet.errors import EXIT_INPUT, DataError
+from ratchet.config.units import describe_failure
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.log import print_message
 from ratchet.storage.layout import ProjectLayout
@@ -16,28 +16,22 @@ MODULE = "ratchet.training.trained_rows"
 def record_rows(layout: ProjectLayout, run: RunPaths, spec: RunSpec, train: Train) -> None:
     """Write trained_rows.bin of a run, unless it is there and complete. Takes a second, and more for large data.
 
-    A failure of the process for another reason than its input is only printed. A training that starts from this run
-    then reports that its rows are not known.
+    A failure is only printed, because the training is complete. A training that starts from this run then reports that
+    its rows are not known.
 
     Args:
         layout: the project, with the data of the run.
         run: its directory, whose lock is held.
         spec: its spec.
         train: section train, in which init_adapter is no digest.
-
-    Raises:
-        DataError: a record of the rows of the start is damaged, or the file cannot be written.
     """
     if _is_complete(run):
         return
     command = [sys.executable, "-m", MODULE, str(layout.root), str(run.root), spec.data_digest]
     done = subprocess.run(command, input=train.model_dump_json(), capture_output=True, text=True, check=False)
     message = done.stderr.strip()
-    if done.returncode == EXIT_INPUT:
-        raise DataError(message)
     if done.returncode:
-        last = message.splitlines()[-1] if message else "no message"
-        print_message(f"{run.trained_rows}: was not written (exit code {done.returncode}: {last})")
+        print_message(f"{run.trained_rows}: not written ({describe_failure(message, done.returncode)})")
 
 
 def _is_complete(run: RunPaths) -> bool:

@@ -206,8 +206,8 @@ def _read_rows(layout: ProjectLayout, start: StartAdapter, data_digest: str, ref
     return StartRows(
         name,
         unknown=(
-            f"the directory of {name} is not here, or an earlier version of Ratchet wrote it, without a record of the "
-            "rows",
+            f"{name} has no record of its training rows (trained_rows.bin): its directory is not here, or a sweep or "
+            "an earlier version of Ratchet trained it; `ratchet train` with its settings and data writes it",
         ),
     )
 

@@ -245,6 +245,8 @@ def _refuse_links(folder: Path) -> None:
     """Raise DamagedFileError if a release, or anything in it, is a link or a special file."""
     is_link = folder.is_symlink()
     root = folder.parent / folder.readlink() if is_link and NAME.fullmatch(folder.name) is None else folder
+    if not root.is_symlink() and not root.exists():
+        raise DamagedFileError(f"{root}: not found; deploy the version again")
     for path in (root, *sorted(folder.rglob("*"))):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             found = "a link" if path.is_symlink() else "a special file"

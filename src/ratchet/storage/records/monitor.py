@@ -60,7 +60,7 @@ class MonitorAlarm(Record):
     is_accepted: bool = False
     """Whether the reference is accepted requests."""
     is_notified: bool = False
-    """Whether the webhook was called."""
+    """Whether the webhook has received it."""
     action: str | None = None
     """Result of `on_alarm: rollback`; None: nothing was due or done."""
 
