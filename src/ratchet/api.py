@@ -310,7 +310,12 @@ def approve(project: Project, verdict: str | None = None) -> "ApprovalReport":
 
 @_check_arguments
 def rollback(project: Project, version: int | None = None, *, reason: str | None = None) -> "PromotionResult":
-    """Make an earlier version champion again; `version` None: the previous champion. Raises ChampionError."""
+    """Make an earlier version champion again; `version` None: the previous champion.
+
+    Raises:
+        ChampionError: there is no such version, or champion file, ledger and registry disagree.
+        GateError: the version was itself rolled back, and `reason` is None.
+    """
     from ratchet.stages import promote as stage
 
     return stage.rollback(project, version, stage.PromoteOptions(reason=reason))

@@ -125,6 +125,6 @@ def test_rows_that_prepare_will_refuse_are_a_warning(tmp_path: Path) -> None:
     rows[2] = rows[40] = '{"prompt": '
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     [warning] = init.init(tmp_path / "project", tmp_path / "rows.jsonl").warnings
-    assert warning.startswith("2 of 60 rows are malformed (at most 0.01 of all rows may be), first ")
+    assert warning.startswith("2 of 60 rows are malformed, and `ratchet prepare` accepts 1.0%; the first: ")
     assert "rows.jsonl:3: not JSON" in warning
     assert warning.endswith("; fix the rows, or set prepare.limits.malformed")

@@ -375,7 +375,7 @@ def test_an_anchor_that_was_removed_is_refused_and_a_repair_restores_it(
     promoted(tracked_project, "b")
     whole = read_champion(tracked_project.champion)
     says = (
-        r"champion\.json: anchor: found none; expected version 1, which .*promotions\.jsonl says; restore .* from git"
+        r"champion\.json: anchor: found none; expected version 1, according to .*promotions\.jsonl; restore .* from git"
     )
     edit_champion_file(tracked_project, anchor=None)
     for command in (["promote"], ["rollback", "1"], ["gate"], ["gate", "--check"]):

@@ -184,7 +184,7 @@ def test_an_adapter_from_elsewhere_is_reported_and_a_copied_run_is_checked(
     train_run(layout, settings, 4)
     evaluate.evaluate(Project.from_parts(layout, settings))
     [note] = EvaluationReport.load(layout.eval_report).unchecked_starts
-    assert "nothing here says by which rows" in note
+    assert "no file here says on which rows" in note
     settings = with_changes(str(tmp_path / "elsewhere" / "result" / "adapter"), 1)
     run = train_run(layout, settings, 4)
     evaluate.evaluate(Project.from_parts(layout, settings))

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from ratchet.data import token_files
 from ratchet.data.splits import SplitName, normalize_text
 
-TRAINED: tuple[SplitName, ...] = ("train", "validation")
-"""Splits by which a run is trained: the best checkpoint is selected by the validation rows."""
+TRAINED_SPLITS: tuple[SplitName, ...] = ("train", "validation")
+"""Splits on which a run is trained; the validation rows select the best checkpoint."""
 
 
 def hash_prompt(prompt: str) -> int:
@@ -26,5 +26,5 @@ def hash_trained_prompts(data: Path) -> NDArray[np.uint64]:
 
     Raises DamagedFileError for an unreadable file, and DataError if an earlier version of Ratchet prepared the rows.
     """
-    prompts = (prompt for split in TRAINED for prompt in token_files.read_prompts(data, split))
+    prompts = (prompt for split in TRAINED_SPLITS for prompt in token_files.read_prompts(data, split))
     return np.unique(np.fromiter(map(hash_prompt, prompts), np.uint64))

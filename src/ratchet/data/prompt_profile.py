@@ -21,8 +21,8 @@ NEIGHBOURS = 3
 
 NgramCounts = NDArray[np.uint16]
 """Pairs of feature and count, by feature."""
-_SHORTEST = 1e-12
-"""Smallest length of a vector by which is divided. A text without n-grams has length 0."""
+_MIN_LENGTH = 1e-12
+"""Smallest divisor when vectors are scaled to length 1. A text without n-grams has length 0."""
 _BASE, _MIX = np.uint64(0x100000001B3), np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -87,7 +87,7 @@ class PromptProfile:
         vector[own[:, 0]] = _weigh(own, rarity)
         products = np.bincount(numbers, weights * vector[features], len(self._prompts))
         lengths = np.sqrt(np.bincount(numbers, weights * weights, len(self._prompts)))
-        return np.delete(products / np.maximum(lengths, _SHORTEST), place).astype(np.float32)
+        return np.delete(products / np.maximum(lengths, _MIN_LENGTH), place).astype(np.float32)
 
     @cached_property
     def _entries(self) -> tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.int64]]:
@@ -105,7 +105,7 @@ def _compute_rarity(documents: NDArray[np.float64], prompts: int) -> NDArray[np.
 def _weigh(counts: NgramCounts, rarity: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return the weights of a prompt's features, a vector of length 1."""
     weights = (1 + np.log(counts[:, 1])) * rarity[counts[:, 0]]
-    return np.asarray(weights / max(float(np.linalg.norm(weights)), _SHORTEST), np.float32)
+    return np.asarray(weights / max(float(np.linalg.norm(weights)), _MIN_LENGTH), np.float32)
 
 
 def _average_highest(similarities: NDArray[np.float32]) -> float:

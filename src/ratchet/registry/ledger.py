@@ -187,8 +187,8 @@ def update_champion(
 
     Args:
         current: the current file.
-        action: a promotion puts the old champion first among the previous ones; a rollback removes the old champion,
-            because it failed.
+        action: a promotion puts the old champion first among the previous ones; a rollback removes the old champion
+            from the list, also if it only undoes an earlier rollback.
         champion: the new champion; the file names every version once.
         is_anchor: whether the new champion also becomes the anchor.
         head: digest of the ledger's entry.
@@ -243,10 +243,8 @@ def check_champion(layout: ProjectLayout, entries: Sequence[Promotion], file: Ch
     if file.is_empty:
         return
     if champion is None and head is None:
-        field = "previous" if file.previous else "anchor"
-        raise ChampionError(
-            f"{layout.champion}: {field}: found {field} models, but no champion; restore the file from git"
-        )
+        found = "previous models" if file.previous else "an anchor"
+        raise ChampionError(f"{layout.champion}: has {found}, but no champion; restore the file from git")
     if head is None:
         if entries:
             raise DamagedFileError(f"{path}: has {len(entries)} entries, but the champion file names none; {_RESTORE}")
@@ -301,7 +299,7 @@ def check_fields(layout: ProjectLayout, entries: Sequence[Promotion], file: Cham
     for name, found, other in fields:
         if (problem := _find_difference(name, found, other, promoted)) is not None:
             raise ChampionError(
-                f"{layout.champion}: {problem}, which {layout.promotions} says; restore the file from git, or write "
+                f"{layout.champion}: {problem}, according to {layout.promotions}; restore the file from git, or write "
                 f"{{}} into it and run `ratchet rollback {counted[-1].version}`"
             )
 

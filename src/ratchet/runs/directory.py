@@ -1,10 +1,10 @@
 """Run directories: specs, launch settings, paths, and opening a run under its lock.
 
 A run directory contains format.json, spec.json, launch.json, journal.jsonl, checkpoints/, result/, logs/, loggers/,
-worker.log and, of a training, trained_rows.bin. The digest of the spec is the id of the run; the launch settings define
-how and where its worker runs. Trainings (RunSpec, TrainingLaunchSpec) and generations (inference/spec.py) are runs. The
-supervisor, the journal, the lock and the restart policy use only the base classes here. Starting and resuming a run are
-the same operation.
+worker.log and, after stage train, trained_rows.bin. The digest of the spec is the id of the run; the launch settings
+define how and where its worker runs. Trainings (RunSpec, TrainingLaunchSpec) and generations (inference/spec.py) are
+runs. The supervisor, the journal, the lock and the restart policy use only the base classes here. Starting and resuming
+a run are the same operation.
 """
 
 import errno
@@ -173,7 +173,7 @@ class RunPaths:
 
     @property
     def trained_rows(self) -> Path:
-        """Hashes of the prompts by which the run is trained (`training/trained_rows.py`)."""
+        """Hashes of the prompts on which the run was trained (`training/trained_rows.py`)."""
         return self.root / "trained_rows.bin"
 
     @property

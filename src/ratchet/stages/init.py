@@ -331,8 +331,8 @@ def _list_exceeded_limits(summary: InitDataSummary, prepare: Prepare) -> Iterato
         limit = prepare.drop_limits[reason]
         if limit is not None and count > limit * summary.all_rows:
             yield (
-                f"{count:,} of {summary.all_rows:,} rows are {reason} (at most {limit:.3g} of all rows may be), first "
-                f"{summary.first_refused[reason]}; fix the rows, or set prepare.limits.{reason}"
+                f"{count:,} of {summary.all_rows:,} rows are {reason.replace('_', ' ')}, and `ratchet prepare` accepts "
+                f"{limit:.1%}; the first: {summary.first_refused[reason]}; fix the rows, or set prepare.limits.{reason}"
             )
 
 

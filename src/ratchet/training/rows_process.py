@@ -1,4 +1,4 @@
-"""Starts the process that records by which rows a run is trained (`training/trained_rows.py`)."""
+"""Starts the process that records the rows on which a run was trained (`training/trained_rows.py`)."""
 
 import json
 import subprocess

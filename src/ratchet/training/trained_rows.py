@@ -1,4 +1,4 @@
-"""Records by which rows a run was trained, so that they are not test rows of a training that starts from its weights.
+"""Records the rows on which a run was trained, so that a training that starts from its weights is not tested on them.
 
 The test rows of a training have other prompts than its own training and validation rows (`data/splits.py`). But the
 weights that it starts from (train.init_adapter) may have been trained with another split, and then they have seen test
@@ -41,7 +41,7 @@ Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class StartRows:
-    """Rows by which the weights that a training starts from were trained."""
+    """Rows on which the weights that a training starts from were trained."""
 
     name: str = ""
     """Name of the weights, such as `run 0123456789ab`."""
@@ -53,7 +53,7 @@ class StartRows:
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows by which a run was trained: trained_rows.bin."""
+    """Rows on which a run was trained: trained_rows.bin."""
 
     own: Hashes
     """Sorted hashes of the prompts of its training and validation rows."""
@@ -143,7 +143,7 @@ def read_start_rows(layout: ProjectLayout, train: Train, data_digest: str) -> St
 def count_trained_rows(
     layout: ProjectLayout, train: Train, run_id: str, data_digest: str, prompts: Iterable[str]
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Count the test rows by which the weights that a run started from were trained.
+    """Count the test rows on which the weights that a run started from were trained.
 
     Rows whose prompt is also one of the run's own training rows are not counted: the split or the sources allow that,
     and the data card reports it.
@@ -185,13 +185,14 @@ def _read_rows(layout: ProjectLayout, start: StartAdapter, data_digest: str, ref
     spec, run_id = _find_spec(layout, start)
     name = f"run {run_id}" if run_id else reference
     records = [
-        RunPaths(folder).trained_rows for folder in (*([layout.runs / run_id] if run_id else []), *_around(start))
+        RunPaths(folder).trained_rows
+        for folder in (*([layout.runs / run_id] if run_id else []), *_list_parent_folders(start))
     ]
     if (path := next(filter(Path.is_file, records), None)) is not None:
         rows = TrainedRows.load(path)
         return StartRows(name, np.union1d(rows.own, rows.start.prompts), rows.start.unknown)
     if spec is None:
-        return StartRows(name, unknown=(f"nothing here says by which rows {name} was trained",))
+        return StartRows(name, unknown=(f"no file here says on which rows {name} was trained",))
     if spec.get("data_digest") == data_digest:  # the same rows, in the same split
         earlier = spec.get("train", {}).get("init_adapter")
         if earlier is None:
@@ -212,7 +213,7 @@ def _read_rows(layout: ProjectLayout, start: StartAdapter, data_digest: str, ref
     )
 
 
-def _around(start: StartAdapter) -> tuple[Path, ...]:
+def _list_parent_folders(start: StartAdapter) -> tuple[Path, ...]:
     """Return the folders that may be the run directory of weights: result/adapter or result/checkpoints/best is in
     it."""
     return tuple(start.path.resolve().parents)[:3]
@@ -224,7 +225,7 @@ def _find_spec(layout: ProjectLayout, start: StartAdapter) -> tuple[Mapping[str,
         if start.is_checkpoint:
             spec = files.read_json_object(start.path / CHECKPOINT_IDENTITY).get("spec")
             return (spec, compute_run_id(spec)) if isinstance(spec, dict) else (None, None)
-    around = _around(start)
+    around = _list_parent_folders(start)
     for folder in around:
         with suppress(DamagedFileError, DataError, OSError):
             spec = files.read_json_object(folder / "spec.json")

@@ -148,8 +148,8 @@ def plan_release(promoted: PromotedModel, artifact: ExportArtifact) -> Release:
     origins = _choose_files(promoted.files.keys(), artifact)
     if server_files.GUIDE not in origins:
         raise DamagedFileError(
-            f"{promoted.folder / _served_folder(artifact)}: folder not found, because an earlier version promoted the "
-            "model; promote it again"
+            f"{promoted.folder / _name_server_folder(artifact)}: folder not found, because an earlier version promoted "
+            "the model; promote it again"
         )
     return Release(
         version=promoted.version, model_name=promoted.model_name, model_digest=promoted.bundle.model_digest,
@@ -165,7 +165,7 @@ def _choose_files(promoted: Collection[str], artifact: ExportArtifact) -> dict[s
         promoted: names of all files in that folder.
         artifact: the format.
     """
-    path, served = artifact_path(artifact), _served_folder(artifact)
+    path, served = artifact_path(artifact), _name_server_folder(artifact)
     origins = {name: name for name in promoted if name == path or name.startswith(f"{path}/")}
     origins |= {name.removeprefix(served): name for name in promoted if name.startswith(served)}
     # Folders from earlier versions have no card of all formats; the card of the Hugging Face format would be wrong.
@@ -173,7 +173,7 @@ def _choose_files(promoted: Collection[str], artifact: ExportArtifact) -> dict[s
     return dict(sorted(origins.items()))
 
 
-def _served_folder(artifact: ExportArtifact) -> str:
+def _name_server_folder(artifact: ExportArtifact) -> str:
     """Return the folder of a promoted model with the files for the format's server, with a slash at the end."""
     return f"{server_files.FOLDER}/{server_files.format_slug(artifact.name)}/"
 

@@ -225,7 +225,7 @@ class EvaluationReport(Record):
     selection_overlaps: dict[str, int] = Field(default_factory=dict)
     """Number of test rows and tasks that are also in a set for model selection, by the name of the set."""
     start_overlaps: dict[str, int] = Field(default_factory=dict, exclude_if=lambda counts: not counts)
-    """Number of test rows by which the weights that the training started from were trained, by their name."""
+    """Number of test rows on which the weights that the training started from were trained, by their name."""
     unchecked_starts: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
     """Why it is not known whether there are such rows; empty if it is known."""
     remaining_rows: int = 0
