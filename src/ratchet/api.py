@@ -313,7 +313,7 @@ def rollback(project: Project, version: int | None = None, *, reason: str | None
     """Make an earlier version champion again; `version` None: the previous champion.
 
     Raises:
-        ChampionError: there is no such version, or champion file, ledger and registry disagree.
+        ChampionError: the version was never promoted, or champion file, ledger and registry disagree.
         GateError: the version was itself rolled back, and `reason` is None.
     """
     from ratchet.stages import promote as stage
