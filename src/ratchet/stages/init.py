@@ -406,7 +406,8 @@ def suggest_settings(prepare: Prepare, summary: InitDataSummary, base: Base, nam
         # 90 % accuracy and raises the perplexity by 12 %; 0.0005 for 3 epochs gives 34 % accuracy.
         epochs = 5 if summary.has_labels else 1
         train = Train(objective=objective, rank=32, alpha=64, learning_rate=1e-3, epochs=epochs)
-        export = Export(gguf=GgufSettings(types=("f16", "q8_0", "q4_0")), onnx=OnnxSettings(types=("fp32", "int8")))
+        # In 4 bits (q4_0), this model lost 6 points of accuracy on the data of the README, which the gate refuses.
+        export = Export(gguf=GgufSettings(types=("f16", "q8_0")), onnx=OnnxSettings(types=("fp32", "int8")))
         # The tiny base knows only the project's own texts: with a vocabulary of 2,048 tokens, its perplexity of general
         # English was 837 to 2,446 in our experiments, and rose by 79 % on banking77 while accuracy gained 76 %.
         rules = tuple(rule for rule in rules if rule.rule != "forgetting")
