@@ -120,6 +120,23 @@ def test_a_number_that_includes_models_of_others_proves_no_missing_line(
     assert audit(project).list_facts("contradicted") == []
 
 
+def test_the_audit_by_another_person_notices_a_removed_line(third: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is about a model that was never promoted, so only the number in a later verdict shows it."""
+    layout = third.layout
+    settings = SETTINGS.model_copy(update={"gate": TWO_USES.model_copy(update={"max_test_set_uses": 9})})
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
+    project = Project(layout.root)
+    write_outputs(layout, "d")
+    gate(project)
+    promote(project)
+    uses = [json.loads(line) for line in layout.test_set_uses.read_bytes().splitlines()]
+    kept = [use for use in uses if use["run_id"] != "run-c"]
+    layout.test_set_uses.write_text("".join(json.dumps(use) + "\n" for use in kept), encoding="utf-8")
+    monkeypatch.setenv("RATCHET_ACTOR", "eve")
+    [problem] = audit(project).list_facts("contradicted")
+    assert (problem.name, "has only 3 now; lines were removed" in problem.proof) == ("uses of the test set", True)
+
+
 def test_promoted_models_of_another_test_set_do_not_count(third: Project) -> None:
     layout = third.layout
     comparison = test_sets.compare_uses(layout, "7" * 64, "model")

@@ -1,4 +1,4 @@
-"""Checks the types of arguments of the Python API, whose callers often run no type checker."""
+"""Checks the types of arguments of the Python API. Its callers often run no type checker."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

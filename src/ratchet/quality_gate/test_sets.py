@@ -247,6 +247,8 @@ class UsesComparison:
 
     recorded: int
     """Number according to experiments/test_set_uses.jsonl."""
+    known: int
+    """Number of models that this file or a verdict of a promoted model names, the model in question included."""
     proven: int
     """Smallest number that agrees with that file and with the verdicts of promoted models, the model in question
     included."""
@@ -307,7 +309,7 @@ def compare_uses(layout: ProjectLayout, test_set_digest: str, model: str) -> Use
         for verdict, is_own, is_recorded in found
         if is_own and (not is_recorded or numbers[verdict.model_digest] > len(proven))
     )
-    return UsesComparison(len(recorded), max(len(proven), *numbers.values(), 0), witnesses)
+    return UsesComparison(len(recorded), len(proven), max(len(proven), *numbers.values(), 0), witnesses)
 
 
 def _read_promoted_verdicts(layout: ProjectLayout) -> Iterator[tuple[Verdict, bool]]:

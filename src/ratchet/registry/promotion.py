@@ -181,7 +181,7 @@ def finish_promotion(
     entries = ledger.read_entries(layout.promotions)
     current = read_champion(layout.champion)
     if current.ledger != entry.digest and entries[-1] == entry:  # a server's later entries may be here already
-        if current.is_empty and intent.action == "rollback":  # it repairs the file, whose history the ledger has
+        if current.is_empty and intent.action == "rollback":  # it repairs the file; the ledger has its history
             current = ledger.replay_entries(entries[:-1])
         ledger.update_champion(current, intent.action, champion, intent.is_anchor, entry.digest).save(layout.champion)
     registry.annotate_version(version, champion.run_id, promotion_tags(entry), intent.description)

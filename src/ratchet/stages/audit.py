@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar, get_args
 from ratchet.config import units
 from ratchet.config.gate import Gate
 from ratchet.config.train import Train
-from ratchet.config.units import utc_timestamp
 from ratchet.data import token_files
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import (
@@ -121,7 +120,7 @@ def audit(project: Project, version: int | None = None, deployments: Sequence[Pa
         model_name=auditor.registry.model_name,
         version=auditor.champion.version,
         model_digest=auditor.champion.model_digest,
-        time=utc_timestamp(),
+        time=units.utc_timestamp(),
         facts=tuple(sorted(auditor.facts, key=lambda fact: SECTIONS.index(fact.section))),
         files=auditor.manifest.file_digests if auditor.manifest is not None else {},
     )
@@ -715,11 +714,13 @@ class _Auditor:
         limit = f" (limit {verdict.max_test_set_uses})" if verdict.max_test_set_uses else ""
         text = f"{units.format_count(verdict.test_set_uses, 'model')} at the verdict{limit}"
         comparison = test_sets.compare_uses(self.layout, digest, verdict.adapter_digest)
-        now = comparison.proven
+        now = comparison.known
         if (problem := comparison.describe_missing_lines(self.layout)) is not None:
             self._contradicted("uses of the test set", text, problem)
         elif not own:
             self._unverified("uses of the test set", text, f"{shown}: has no line about this model")
+        elif now < verdict.test_set_uses:
+            self._contradicted("uses of the test set", text, f"{shown}: has only {now} now; lines were removed")
         else:
             self._verified("uses of the test set", f"{text}, {now} now", shown)
         for note in verdict.notes:

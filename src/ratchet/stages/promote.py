@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ratchet.config import units
-from ratchet.config.units import describe_failure, utc_timestamp
+from ratchet.config.units import describe_failure, format_count, utc_timestamp
 from ratchet.data.harness_tasks import fingerprint_tasks
 from ratchet.errors import DOCUMENTATION, ChampionError, GateError, PermissionRefusedError, SettingsError
 from ratchet.quality_gate.decision import confirm_verdict
@@ -492,7 +491,7 @@ def _check_approvals(
             lines.append("the person who promotes cannot be the only one who approves")
         listed = "".join(f"\n  {line}" for line in lines)
         raise GateError(
-            f"model {bundle.model_digest[:12]} is not promoted: it lacks {units.format_count(missing, 'approval')} "
+            f"model {bundle.model_digest[:12]} is not promoted: it lacks {format_count(missing, 'approval')} "
             f"(promote.approvals: {required}). Ask others to run `ratchet approve {verdict_digest[:12]}`{where}, then "
             f"repeat `ratchet promote`{listed}"
         )

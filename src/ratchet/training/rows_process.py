@@ -21,7 +21,7 @@ def record_rows(layout: ProjectLayout, run: RunPaths, spec: RunSpec, train: Trai
 
     Args:
         layout: the project, with the data of the run.
-        run: its directory, whose lock is held.
+        run: its directory; the caller holds its lock.
         spec: its spec.
         train: section train, in which init_adapter is no digest.
     """

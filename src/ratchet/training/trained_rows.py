@@ -110,9 +110,9 @@ def write_rows(layout: ProjectLayout, run: RunPaths, train: Train, data_digest: 
         recorded = TrainedRows.load(run.trained_rows)
     start = read_start_rows(layout, train, data_digest)
     try:
-        own = recorded.own if recorded is not None else prompt_hashes.hash_trained_prompts(layout.data)
         if recorded is None and DatasetCard.load(layout.dataset_card).digest != data_digest:
             return
+        own = recorded.own if recorded is not None else prompt_hashes.hash_trained_prompts(layout.data)
     except (DamagedFileError, DataError):
         return
     prompts = np.setdiff1d(start.prompts, own, assume_unique=True)
@@ -145,8 +145,8 @@ def count_trained_rows(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Count the test rows on which the weights that a run started from were trained.
 
-    Rows whose prompt is also one of the run's own training rows are not counted: the split or the sources allow that,
-    and the data card reports it.
+    Rows that share their prompt with one of the run's own training rows are not counted: the split or the sources allow
+    that, and the data card reports it.
 
     Args:
         layout: the project.
@@ -156,7 +156,7 @@ def count_trained_rows(
         prompts: prompts of the test rows.
 
     Returns:
-        The number by name of the weights, empty if it is 0; and a note for each training whose rows are not known.
+        The number by name of the weights, empty if it is 0; and a note for each training with unknown rows.
 
     Raises:
         DamagedFileError: a record of rows is damaged.
