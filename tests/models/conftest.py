@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.models import native_library
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
@@ -18,6 +19,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = tiny_project.write(tmp_path_factory.mktemp("built") / "project")
     base.base(Project.from_parts(layout, tiny_project.SETTINGS))
     return layout.tiny_model
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch compute what kernels of our own compute on this CPU."""
+    monkeypatch.setattr(native_library, "load", lambda: native_library.NativeLibrary(None, "switched off"))
 
 
 @pytest.fixture(scope="session")

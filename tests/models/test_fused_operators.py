@@ -123,6 +123,7 @@ def test_only_code_that_equals_llamas_is_replaced(family: str, expected: set[str
     assert fused(made(family, target_modules=names)) == expected
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_norms_and_gated_units_have_the_same_bits_and_the_same_gradients(
@@ -209,6 +210,7 @@ def test_what_adds_more_than_a_product_keeps_its_own_forward_pass(kind: str) -> 
     assert shortened(made(adapter=kind, rank=12)) == 0
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_disabled_adapter_adds_nothing() -> None:
     model, ids = made(), torch.arange(3, 43).view(2, 20)
     with torch.no_grad():

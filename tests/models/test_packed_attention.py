@@ -147,6 +147,7 @@ def recorded_attention() -> Iterator[list[tuple[int, bool]]]:
         functional.scaled_dot_product_attention = original
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_on_a_cpu_attention_is_computed_row_by_row(rows: TokenRows) -> None:
     """A row of one token and padding need no attention. A layer with a window sees whole packs, and has a mask."""
     batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
@@ -160,6 +161,7 @@ def test_on_a_cpu_attention_is_computed_row_by_row(rows: TokenRows) -> None:
     assert calls == [(30, True)] * 2
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_that_are_computed_again_attend_within_rows_too(family: str, rows: TokenRows) -> None:
     batch = SequenceBatch.from_sequences(rows, PACKS, CPU)
@@ -187,7 +189,7 @@ def test_a_bias_of_positions_is_that_of_the_row() -> None:
     row_of = (position_ids == 0).cumsum(1)
     mask = (row_of[0, :, None] == row_of[0]).tril()[None, None]
     expected = sdpa_attention_forward(torch.nn.Module(), query, key, value, mask, position_bias=bias)[0]
-    with attend_within_rows(model_of("llama"), position_ids):
+    with attend_within_rows(model_of("llama"), position_ids, position_ids):
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         output = attend(torch.nn.Module(), query, key, value, None, position_bias=bias)[0]
     assert attend is not ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -118,6 +118,7 @@ def test_padding_and_order_of_a_batch_change_nothing_but_rounding() -> None:
         close(scoring.score_rows(model, rows, labels, 17), [expected[i] for i in order])
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_base_and_adapter_are_scored_on_the_same_tokens(saved_family: Callable[[str], Path]) -> None:
     train = Train.model_validate({"quantization": "nf4", "rank": 4, "dropout": 0.0})
     plain = loading.load(saved_family("llama"), None, train, torch.device("cpu"))

@@ -366,10 +366,10 @@ class ChunkedLoss:
 
     def backward(self) -> None:
         """Add `scale` times the gradient to the trainable parameters' gradients, and free the graph."""
-        backward, self._backward = self._backward, None
+        batch, backward, self._backward = self.batch, self._backward, None
         try:
             if backward is not None:
-                with attend_within_rows(self.model, self.batch.position_ids), self.phase("backward"):
+                with attend_within_rows(self.model, batch.input_ids, batch.position_ids), self.phase("backward"):
                     backward()
         finally:
             self._contexts.close()

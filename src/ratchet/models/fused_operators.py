@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from ratchet.models import native_operators
 from ratchet.models.tiled_linear import TiledLinear4bit
 
 TILE_BYTES = 128 * 1024
@@ -67,10 +68,13 @@ def fuse(model: nn.Module) -> None:
 
 def _computes_as(module: nn.Module, model_class: type[nn.Module]) -> bool:
     """Return whether both forward functions have the same code, which transformers copies from family to family."""
-    code, expected = (getattr(kind.forward, "__code__", None) for kind in (type(module), model_class))
-    if code is None or "forward" in vars(module):
-        return False
-    return all(getattr(code, name) == getattr(expected, name) for name in _CODE_ATTRIBUTES)
+    return "forward" not in vars(module) and has_equal_code(type(module).forward, model_class.forward)
+
+
+def has_equal_code(function: Any, expected: Any) -> bool:
+    """Return whether two functions have the same code, apart from the functions that they call."""
+    code, expected_code = getattr(function, "__code__", None), expected.__code__
+    return code is not None and all(getattr(code, name) == getattr(expected_code, name) for name in _CODE_ATTRIBUTES)
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
@@ -107,6 +111,9 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if is_on_cpu(gate) and native_operators.is_suitable(gate, up):
+            of_kernel: Tensor = torch.ops.ratchet.gated_unit(gate, up)
+            return of_kernel
         output = gate.new_empty(gate.shape)
         gate_rows, up_rows, output_rows = (tensor.flatten(0, -2) for tensor in (gate, up, output))
         for tile in _divide(output_rows):
@@ -117,6 +124,9 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if is_on_cpu(gate) and native_operators.is_suitable(gate, up):
+            of_kernel: tuple[Tensor, Tensor] = torch.ops.ratchet.gated_unit_backward(gradient.contiguous(), gate, up)
+            return of_kernel
         gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
         gate_rows, up_rows, gradient_rows = (tensor.flatten(0, -2) for tensor in (gate, up, gradient))
         gate_gradient_rows, up_gradient_rows = gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)
@@ -134,6 +144,11 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        if is_on_cpu(x) and native_operators.is_suitable(x, weight):
+            of_kernel: Tensor
+            of_kernel, of_rows = torch.ops.ratchet.norm(x, weight, epsilon)
+            ctx.save_for_backward(x, weight, of_rows)
+            return of_kernel
         output = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
         rows, output_rows = x.flatten(0, -2), output.flatten(0, -2)
         factors = rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
@@ -149,6 +164,8 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """With f the factor of a row, n its width and g = gradient * weight: f g - x f³ sum(g x) / n."""
         x, weight, factors = ctx.saved_tensors
+        if factors.dim() == 1:  # of the kernel
+            return torch.ops.ratchet.norm_backward(gradient.contiguous(), x, weight, factors), None, None
         x_gradient = x.new_empty(x.shape)
         rows, gradient_rows, x_gradient_rows = (tensor.flatten(0, -2) for tensor in (x, gradient, x_gradient))
         for tile in _divide(rows):

@@ -90,7 +90,7 @@ def compute_logits(model: Model, input_ids: Tensor, position_ids: Tensor | None,
     """Run a forward pass, in which packs are read row by row, and return its logits. `options` go to the model."""
     # transformers detects packs only without mask and cache (masking_utils, 5.23).
     inputs = options if position_ids is None else {"position_ids": position_ids, **options}
-    with attend_within_rows(model, position_ids):
+    with attend_within_rows(model, input_ids, position_ids):
         logits: Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
     return logits
 

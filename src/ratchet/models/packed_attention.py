@@ -1,41 +1,42 @@
 """Lets attention on a CPU compute the rows of a pack one after the other, without a mask.
 
 transformers computes attention over the whole pack and masks other rows, so the time grows with the square of the
-pack's length. Row by row, it grows with the sum of the squares of the rows' lengths.
+pack's length. Row by row, it grows with the sum of the squares of the rows' lengths. Where there are own kernels
+(`native_attention`), they compute packs and other batches.
 """
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
+from ratchet.models import native_library, native_operators
 from ratchet.models.device import Model
-from ratchet.models.fused_operators import is_on_cpu
+from ratchet.models.fused_operators import has_equal_code, is_on_cpu
+from ratchet.models.native_attention import Span, attend, is_suitable
 
 SDPA = "sdpa"
 """Name in transformers of attention by torch's `scaled_dot_product_attention`."""
+
+ROTATE = "apply_rotary_pos_emb"
+"""Name of the function for rotary embeddings in transformers' modules."""
+_ROTARY_FUNCTIONS = {ROTATE: modeling_llama.apply_rotary_pos_emb, "rotate_half": modeling_llama.rotate_half}
 
 BACKEND_ATTRIBUTE = "_supports_attention_backend"
 """Attribute of transformers' model classes; true if they look up their attention function in a table."""
 
 
-class _Span(NamedTuple):
-    """A range of positions in a sequence."""
-
-    start: int
-    end: int
-    is_row: bool
-    """Whether the positions are one row; otherwise each is a row of one token, as padding is."""
-
-
 @contextmanager
-def attend_within_rows(model: Model, position_ids: Tensor | None) -> Iterator[None]:
+def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | None) -> Iterator[None]:
     """Compute sdpa attention row by row inside this context, if the model runs on a CPU.
 
     This replaces transformers' functions in the whole process; run no other model meanwhile. Layers with a sliding
@@ -45,41 +46,50 @@ def attend_within_rows(model: Model, position_ids: Tensor | None) -> Iterator[No
 
     Args:
         model: the model, with or without adapter; its only inputs are token ids and position ids.
-        position_ids: int64 [sequences, positions], which restart at 0 in each row; None: nothing changes.
+        input_ids: int64 [sequences, positions]; only the shape is read.
+        position_ids: the same, restarting at 0 in each row; None: each sequence is one row, and may end with padding.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if position_ids is None or not is_on_cpu(position_ids) or not getattr(base, BACKEND_ATTRIBUTE, False):
+    is_pack = position_ids is not None
+    is_replaced = is_on_cpu(input_ids) and getattr(base, BACKEND_ATTRIBUTE, False)
+    if not is_replaced or not (is_pack or native_library.load().is_available):
         yield
         return
-    rows = _RowAttention(position_ids.shape, _find_spans(position_ids))
-    functions: tuple[tuple[Any, Any], ...] = (
-        (ALL_ATTENTION_FUNCTIONS, rows.attend), (ALL_MASK_ATTENTION_FUNCTIONS, rows.make_mask)
-    )  # fmt: skip
-    before = [table[SDPA] for table, _ in functions]
-    for table, function in functions:
-        table[SDPA] = function
+    rows = _RowAttention(input_ids.shape, _find_spans(input_ids.shape, position_ids), is_pack)
+    functions: list[tuple[MutableMapping[str, Any], str, Any]] = [(ALL_ATTENTION_FUNCTIONS, SDPA, rows.attend)]
+    if is_pack:
+        functions.append((ALL_MASK_ATTENTION_FUNCTIONS, SDPA, rows.make_mask))
+    names = vars(sys.modules[type(base).__module__])
+    if all(has_equal_code(names.get(name), function) for name, function in _ROTARY_FUNCTIONS.items()):
+        functions.append((names, ROTATE, partial(native_operators.rotate, names[ROTATE])))
+    before = [table[name] for table, name, _ in functions]
+    for table, name, function in functions:
+        table[name] = function
     try:
         yield
     finally:
-        for (table, _), function in zip(functions, before, strict=True):
-            table[SDPA] = function
+        for (table, name, _), function in zip(functions, before, strict=True):
+            table[name] = function
 
 
-def _find_spans(position_ids: Tensor) -> list[list[_Span]]:
+def _find_spans(shape: torch.Size, position_ids: Tensor | None) -> list[list[Span]]:
     """Return the spans of each sequence."""
-    end = position_ids.shape[1]
-    if position_ids.is_meta:  # it has no contents, so each sequence is one row
-        return [[_Span(0, end, True)] for _ in position_ids]
+    sequences, end = shape
+    if position_ids is None or position_ids.is_meta:  # meta: it has no contents
+        return [[(sequence, 0, end, True)] for sequence in range(sequences)]
     starts = [(positions == 0).nonzero().flatten().tolist() for positions in position_ids]
-    return [_join_single_tokens(zip(of_rows, [*of_rows[1:], end], strict=True)) for of_rows in starts]
+    return [
+        _join_single_tokens(sequence, zip(of_rows, [*of_rows[1:], end], strict=True))
+        for sequence, of_rows in enumerate(starts)
+    ]
 
 
-def _join_single_tokens(rows: Iterable[tuple[int, int]]) -> list[_Span]:
-    spans: list[_Span] = []
+def _join_single_tokens(sequence: int, rows: Iterable[tuple[int, int]]) -> list[Span]:
+    spans: list[Span] = []
     for start, end in rows:
         is_row = end - start > 1
-        is_joined = not is_row and spans and not spans[-1].is_row
-        spans.append(_Span(spans.pop().start if is_joined else start, end, is_row))
+        is_joined = not is_row and spans and not spans[-1][-1]
+        spans.append((sequence, spans.pop()[1] if is_joined else start, end, is_row))
     return spans
 
 
@@ -88,8 +98,10 @@ class _RowAttention:
     """Replaces transformers' functions for attention and its mask, for inputs [sequences, positions]."""
 
     shape: torch.Size
-    spans: list[list[_Span]]
+    """Number of sequences and of positions."""
+    spans: list[list[Span]]
     """Spans of each sequence."""
+    is_pack: bool
 
     def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
         """Return None where each token sees all earlier tokens of its row; elsewhere transformers' mask."""
@@ -105,16 +117,20 @@ class _RowAttention:
     ) -> tuple[Tensor, None]:
         """Return attention [sequences, positions, heads, width] of heads [sequences, heads, positions, width]; row by
         row without a mask."""
-        if attention_mask is not None:
+        has_own_kernel = attention_mask is None and self._has_own_kernel(module, query, key, value, options)
+        if has_own_kernel:
+            scale = options.get("scaling") or query.shape[-1] ** -0.5
+            return attend(query, key, value, [span for spans in self.spans for span in spans], scale), None
+        if attention_mask is not None or not self.is_pack:
             output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
             return output, None
         bias = options.pop("position_bias", None)
         sequences = []
         for spans, *parts in zip(self.spans, query.split(1), key.split(1), value.split(1), strict=True):
-            lengths = [end - start for start, end, _ in spans]
+            lengths = [end - start for _, start, end, _ in spans]
             heads_of_spans = zip(*(part.split(lengths, dim=2) for part in parts), strict=True)
             outputs = []
-            for (start, end, is_row), (q, k, v) in zip(spans, heads_of_spans, strict=True):
+            for (_, start, end, is_row), (q, k, v) in zip(spans, heads_of_spans, strict=True):
                 if is_row:
                     own_bias = None if bias is None else bias[..., start:end, start:end]
                     outputs.append(sdpa_attention_forward(module, q, k, v, None, position_bias=own_bias, **options)[0])
@@ -122,3 +138,15 @@ class _RowAttention:
                     outputs.append(repeat_kv(v, q.shape[1] // v.shape[1]).transpose(1, 2))
             sequences.append(torch.cat(outputs, dim=1))
         return torch.cat(sequences), None
+
+    def _has_own_kernel(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+        is_causal = options.get("is_causal")
+        return (
+            query.shape[::2] == self.shape
+            and is_suitable(query, key, value)
+            and not options.get("dropout")
+            and options.get("position_bias") is None
+            and options.get("cache") is None
+            and options.get("softcap") is None
+            and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        )

@@ -49,7 +49,7 @@ IDENTITY = "identity.json"
 QUARANTINE_PREFIX = "damaged-"
 """Prefix of the directory names of damaged checkpoints: the run has resumed from an older checkpoint."""
 _CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): computed once, never changed
-_DEFAULT_ENVIRONMENT = {"ranks": "1"}
+_DEFAULT_ENVIRONMENT = {"ranks": "1", "kernels": "torch's"}
 """Values of those entries of the environment that a checkpoint leaves out."""
 _STATE = TypeAdapter(TrainState)
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)

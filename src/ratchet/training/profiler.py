@@ -27,6 +27,7 @@ from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.models import adapters
 from ratchet.models.device import Model, get_gpu_name, pick_dtype
 from ratchet.models.memory import capacity, parameters
+from ratchet.models.native_attention import count_operations
 from ratchet.runs.directory import RESULT, storage_errors
 from ratchet.storage import files
 from ratchet.storage.records.training import (
@@ -194,8 +195,16 @@ def _flop_formulas() -> dict[Any, Any]:
     def added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
         return 2 * math.prod(left) * right[-1]
 
+    def own_attention(query: Shape, _key: Shape, _value: Shape, spans: list[int], *_: Any, **__: Any) -> int:
+        return count_operations(spans, query[1], query[3], is_backward=False)
+
+    def own_attention_backward(_: Shape, saved: list[Shape], spans: list[int], *__: Any, **___: Any) -> int:
+        return count_operations(spans, saved[0][1], saved[0][3], is_backward=True)
+
     aten = torch.ops.aten
     return {
+        torch.ops.ratchet.attention: own_attention,
+        torch.ops.ratchet.attention_backward: own_attention_backward,
         torch.ops.bitsandbytes.gemm_4bit: product_4bit,
         aten.addmm_: added_product,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,

@@ -36,6 +36,7 @@ from ratchet.models import (
     loading,
     model_card,
     model_spec,
+    native_library,
     oom,
     targets,
     vocabulary,
@@ -67,6 +68,8 @@ MEMORY_ADVICE = (
     "set train.quantization: nf4, a smaller train.rank, train.optimizer: adamw_8bit, or a smaller base; with a teacher "
     "in memory, train.distill.quantization: nf4, or train.distill.mode: offline"
 )
+OF_MACHINE = ("device", "threads", "kernels")
+"""Entries of the environment that may differ between ranks."""
 SAMPLE_ROWS = 1000
 """Approximate number of training rows from which the share of trained tokens is estimated."""
 
@@ -193,8 +196,7 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     device = distributed.select_device(machine.device, rank_environment)
     ranks = RankGroup(rank_environment, device, lambda: heartbeat.beat("peers"), machine.peer_timeout_s)
     environment = _describe_environment(attempt, device, rank_environment.world_size)
-    # GPUs and threads may differ between ranks.
-    shared_environment = {name: value for name, value in environment.items() if name not in ("device", "threads")}
+    shared_environment = {name: value for name, value in environment.items() if name not in OF_MACHINE}
     distributed.require_consistent(ranks, {"run": spec.model_dump(mode="json"), "environment": shared_environment})
     monitor = MemoryMonitor(journal, device, machine.memory_warnings)
     base_model.verify_files(base_path, launch.base.files)
@@ -370,11 +372,13 @@ def _describe_environment(attempt: _Attempt, device: torch.device, world_size: i
     name = loading.get_gpu_name(device) or platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
+    kernels = native_library.load() if device.type == "cpu" else None
     return libraries | {
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_size": str(machine.micro_batch_size), **({"ranks": str(world_size)} if world_size > 1 else {}),
         **({"micro_batch_tokens": str(machine.micro_batch_tokens)} if machine.micro_batch_tokens else {}),
         **({"computed": "with other runs"} if attempt.group is not None else {}),
+        **({"kernels": kernels.text} if kernels is not None and kernels.is_available else {}),
     }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from ratchet.models.chunked_loss import ChunkedLoss, Phase, ignore_phase
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, TeacherTargets
 from ratchet.models.model_spec import find_blocks
+from ratchet.models.native_attention import plan_workspace
 from ratchet.models.teacher import OnlineTeacher
 
 Device = Literal["cpu", "cuda"]
@@ -341,6 +342,10 @@ def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device
     if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
         # The deterministic backward pass of FlashAttention 2 gathers dq in float32 (flash_api.cpp, dq_accum).
         return int(4 * args[1].numel())
+    if func is torch.ops.ratchet.attention.default:
+        return 4 * math.prod(plan_workspace(args[0], args[1], args[3], is_backward=False))
+    if func is torch.ops.ratchet.attention_backward.default:
+        return 4 * math.prod(plan_workspace(args[1][0], args[1][1], args[2], is_backward=True))
     return 0
 
 

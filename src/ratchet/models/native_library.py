@@ -1,0 +1,144 @@
+"""Compiles the kernels in `native_kernels.cpp` for this CPU, once per user, and loads them.
+
+They need a CPU with AVX2 or AVX-512, and the compiler g++; elsewhere torch's kernels compute. The library stays in
+`$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). Its name has a digest of source, flags and compiler, so
+it is compiled again if one of them changes.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratchet.storage import digests, files
+
+SWITCH = "RATCHET_NATIVE_KERNELS"
+"""Environment variable. `0`: torch's kernels compute."""
+SOURCE = Path(__file__).with_name("native_kernels.cpp")
+COMPILER = "g++"
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
+FLAGS_OF_CAPABILITY = {
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma"),
+}
+"""The compiler's flags for each set of instructions, by torch's name (`torch.backends.cpu.get_cpu_capability`)."""
+DIGEST_BYTES = 32
+COMPILE_S = 120.0
+"""Seconds after which the compiler is stopped."""
+
+_operators = torch.library.Library("ratchet", "DEF")
+
+
+class Heads(ctypes.Structure):
+    """A float32 tensor [sequences, heads, positions, width], contiguous in width; strides count elements."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Heads":
+        return cls(tensor.data_ptr(), (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The kernels, or the reason why torch's compute."""
+
+    kernels: ctypes.CDLL | None
+    text: str
+    """Instructions of the kernels, such as `AVX512`, or why there are none."""
+
+    @property
+    def is_available(self) -> bool:
+        return self.kernels is not None
+
+
+@functools.cache
+def load() -> NativeLibrary:
+    """Return the library for this CPU. The first call of a user compiles it, which takes 2 s."""
+    if os.environ.get(SWITCH) == "0":
+        return NativeLibrary(None, f"{SWITCH} is 0")
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in FLAGS_OF_CAPABILITY:
+        return NativeLibrary(None, f"they need AVX2 or AVX-512; this CPU has {capability}")
+    compiler = shutil.which(COMPILER)
+    if compiler is None:
+        return NativeLibrary(None, f"the compiler {COMPILER} is not installed")
+    command = [compiler, *FLAGS, *FLAGS_OF_CAPABILITY[capability]]
+    try:
+        path = _make_folder() / f"kernels-{_digest(command)}.so"
+        if not _is_whole(path):
+            _compile(command, path)
+        return NativeLibrary(ctypes.CDLL(str(path)), capability)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        return NativeLibrary(None, f"{COMPILER} failed: {lines[0] if lines else error}")
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: the user has no home
+        return NativeLibrary(None, str(error))
+
+
+def _make_folder() -> Path:
+    """Return the folder of compiled libraries. Raises PermissionError if another user could put a library there."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache.absolute() / "ratchet" / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder}: other users may write there, so no library is loaded from it")
+    return folder
+
+
+def _digest(command: list[str]) -> str:
+    compiler = subprocess.run([command[0], "--version"], check=True, capture_output=True, timeout=COMPILE_S).stdout
+    return digests.hash_bytes(SOURCE.read_bytes() + compiler + " ".join(command).encode())[:16]
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compile the library. If this process is killed, or another compiles at the same time, no half of it is left."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-") as folder:
+        built = Path(folder) / path.name
+        subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=COMPILE_S)
+        library = built.read_bytes()
+        files.write_atomic(path, library + hashlib.sha256(library).digest())  # the loader ignores what follows
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the library exists with the digest at its end. To load a damaged one could kill this process."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    library, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return hashlib.sha256(library).digest() == digest
+
+
+def get_kernels() -> ctypes.CDLL:
+    """Return the kernels of a machine that has them."""
+    if (kernels := load().kernels) is None:
+        raise RuntimeError(f"there are no kernels: {load().text}")
+    return kernels
+
+
+def define_operators(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Define operators of torch by their signatures, so that profiles and memory traces see them. On the meta device
+    the functions return tensors without contents."""
+    for signature, function in functions.items():
+        name = _operators.define(signature)
+        for device in ("CPU", "Meta"):
+            _operators.impl(name, function, device)
+
+
+def count_threads(parts: int, work: int, work_per_thread: int) -> int:
+    """Return the number of threads for work that can be divided into this many parts. The threads are started for each
+    call (10 us), so each must have enough work."""
+    threads: int = torch.get_num_threads()
+    return max(1, min(threads, parts, work // work_per_thread))

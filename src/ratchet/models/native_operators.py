@@ -1,0 +1,141 @@
+"""Gated units, norms and rotary embeddings in float32 on a CPU, by the kernels of `native_kernels.cpp`.
+
+Each is one pass over memory, where torch needs several. The results differ from torch's by rounding, and are the same
+with every number of threads.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ratchet.models import native_library
+from ratchet.models.native_attention import make_like
+from ratchet.models.native_library import Heads, count_threads
+
+UNIT = 16
+"""The width of a tensor must be a multiple of this."""
+THREAD_ELEMENTS = 2**17
+"""Elements of a tensor for which one more thread is started."""
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+"""`apply_rotary_pos_emb` of transformers: queries, keys, cosines, sines, the dimension of heads."""
+
+
+def is_suitable(*tensors: Tensor) -> bool:
+    """Return whether the kernels can compute these tensors [..., width]."""
+    return native_library.load().is_available and all(
+        tensor.dtype is torch.float32 and tensor.shape[-1] % UNIT == 0 and tensor.is_contiguous() for tensor in tensors
+    )
+
+
+def _call(name: str, *arguments: Tensor | Heads | int | float, parts: int, elements: int) -> None:
+    """Call a kernel, whose last argument is the number of threads."""
+    given = [_convert(argument) for argument in arguments]
+    threads = count_threads(parts, elements, THREAD_ELEMENTS)
+    getattr(native_library.get_kernels(), name)(*given, ctypes.c_int64(threads))
+
+
+def _convert(argument: Tensor | Heads | int | float) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, Heads):
+        return ctypes.byref(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
+
+
+def _gated_unit(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    output = torch.empty_like(gate)
+    if not gate.is_meta:
+        count = gate.numel()
+        _call("ratchet_gated_unit", gate, up, output, count, parts=count // UNIT, elements=count)
+    return output
+
+
+def _gated_unit_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    results = torch.empty_like(gate), torch.empty_like(up)
+    if not gate.is_meta:
+        count = gate.numel()
+        _call(
+            "ratchet_gated_unit_backward", gradient, gate, up, *results, count, parts=count // UNIT, elements=count
+        )  # fmt: skip
+    return results
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """weight * x * factor, and the factors [rows]."""
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    output, factors = torch.empty_like(x), x.new_empty(rows)
+    if not x.is_meta:
+        _call(
+            "ratchet_norm", x, weight, float(epsilon), output, factors, rows, width, parts=rows, elements=x.numel()
+        )  # fmt: skip
+    return output, factors
+
+
+def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
+    width, rows, result = x.shape[-1], len(factors), torch.empty_like(x)
+    if not x.is_meta:
+        inputs = (gradient, x, weight, factors, result)
+        _call("ratchet_norm_backward", *inputs, rows, width, parts=rows, elements=x.numel())
+    return result
+
+
+def rotate(original: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Apply rotary embeddings as `original` does, which computes what the kernel cannot.
+
+    query and key are [sequences, heads, positions, width]; cos and sin are [sequences or 1, positions, width].
+    """
+    is_usual = unsqueeze_dim == 1 and cos.shape[-1] % (2 * UNIT) == 0 and is_suitable(cos, sin)
+    for heads in (query, key):
+        shape = (*heads.shape[::2], heads.shape[-1])
+        is_usual = is_usual and heads.dtype is torch.float32 and heads.stride(-1) == 1
+        is_usual = is_usual and cos.shape == sin.shape and cos.shape in (shape, (1, *shape[1:]))
+    if not is_usual:
+        return original(query, key, cos, sin, unsqueeze_dim)
+    return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
+    """Heads, rotated by the angles of their positions."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        output: Tensor = torch.ops.ratchet.rotate(heads, cos, sin, False)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if gradient.stride(-1) != 1:
+            gradient = gradient.contiguous()
+        return torch.ops.ratchet.rotate(gradient, *ctx.saved_tensors, True), None, None
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tensor:
+    sequences, count, positions, width = heads.shape
+    output = make_like(heads)
+    if not heads.is_meta:
+        stride = 0 if len(cos) == 1 else cos.stride(0)
+        sizes = (stride, sequences, count, positions, width, int(is_backward))
+        _call(
+            "ratchet_rotate", Heads.of(heads), Heads.of(output), cos, sin, *sizes, parts=sequences * positions,
+            elements=heads.numel(),
+        )  # fmt: skip
+    return output
+
+
+native_library.define_operators(
+    {
+        "gated_unit(Tensor gate, Tensor up) -> Tensor": _gated_unit,
+        "gated_unit_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)": _gated_unit_backward,
+        "norm(Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)": _norm,
+        "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor factors) -> Tensor": _norm_backward,
+        "rotate(Tensor heads, Tensor cos, Tensor sin, bool is_backward) -> Tensor": _rotate,
+    }
+)
