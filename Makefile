@@ -53,6 +53,7 @@ coverage: programs
 programs: $(VENV)/.ready
 	bash .ci/browser
 	bash .ci/terminal
+	bash .ci/compiler
 	bash .ci/postgres
 	bash .ci/prometheus
 

@@ -73,6 +73,7 @@ BENCHMARKS = (
     Benchmark("growth", 150, arguments=("--picture", "docs/growth"), is_quick=False),
     Benchmark("memory", 125, is_quick=False),
     Benchmark("merge", 85),
+    Benchmark("cpu_kernels", 20),
     Benchmark("four_bits", 60, is_quick=False),
     Benchmark("prepare", 160),
     Benchmark("sweep", 260, arguments=("--equal-tokens",)),

@@ -154,7 +154,7 @@ def run_cell(who: str, layout: ProjectLayout, threads: int) -> Figures:
 
 
 def _process(line: Sequence[str], threads: int) -> str:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_", "DVC_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_R", "DVC_"))}
     more = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(line[0])), *line[1:]], capture_output=True, text=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.models import native_library
+from ratchet.models.cpu_kernels import library
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
 
@@ -24,7 +24,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch compute what kernels of our own compute on this CPU."""
-    monkeypatch.setattr(native_library, "load", lambda: native_library.NativeLibrary(None, "switched off"))
+    monkeypatch.setattr(library, "load_kernels", lambda: library.KernelLibrary(None, "switched off"))
 
 
 @pytest.fixture(scope="session")

@@ -121,6 +121,7 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     assert re.search(
         r"products   float32 [\d,]+ GFLOP/s, bfloat16 [\d,]+ GFLOP/s; `auto` is float32 on every CPU", text
     )
+    assert re.search(r"kernels    (Ratchet's own for attention, .* \(AVX(2|512)\)|torch's only: .+)\n", text)
     assert "bitsandbytes 0." in text
     assert "not known: no Ratchet project here: name a base with --base (a model directory or its config.json)" in text
     assert "advice" not in text

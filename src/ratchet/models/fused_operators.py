@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ratchet.models import native_operators
+from ratchet.models.cpu_kernels import operators
 from ratchet.models.tiled_linear import TiledLinear4bit
 
 TILE_BYTES = 128 * 1024
@@ -111,7 +111,7 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        if is_on_cpu(gate) and native_operators.is_suitable(gate, up):
+        if is_on_cpu(gate) and operators.is_suitable(gate, up):
             of_kernel: Tensor = torch.ops.ratchet.gated_unit(gate, up)
             return of_kernel
         output = gate.new_empty(gate.shape)
@@ -124,7 +124,7 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if is_on_cpu(gate) and native_operators.is_suitable(gate, up):
+        if is_on_cpu(gate) and operators.is_suitable(gate, up):
             of_kernel: tuple[Tensor, Tensor] = torch.ops.ratchet.gated_unit_backward(gradient.contiguous(), gate, up)
             return of_kernel
         gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
@@ -144,7 +144,7 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        if is_on_cpu(x) and native_operators.is_suitable(x, weight):
+        if is_on_cpu(x) and operators.is_suitable(x, weight):
             of_kernel: Tensor
             of_kernel, of_rows = torch.ops.ratchet.norm(x, weight, epsilon)
             ctx.save_for_backward(x, weight, of_rows)

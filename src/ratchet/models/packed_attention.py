@@ -2,7 +2,7 @@
 
 transformers computes attention over the whole pack and masks other rows, so the time grows with the square of the
 pack's length. Row by row, it grows with the sum of the squares of the rows' lengths. Where there are own kernels
-(`native_attention`), they compute packs and other batches.
+(`attention`), they compute packs and other batches.
 """
 
 import sys
@@ -19,10 +19,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from ratchet.models import native_library, native_operators
+from ratchet.models.cpu_kernels import library, operators
+from ratchet.models.cpu_kernels.attention import Span, attend, is_suitable
 from ratchet.models.device import Model
 from ratchet.models.fused_operators import has_equal_code, is_on_cpu
-from ratchet.models.native_attention import Span, attend, is_suitable
 
 SDPA = "sdpa"
 """Name in transformers of attention by torch's `scaled_dot_product_attention`."""
@@ -52,7 +52,7 @@ def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | N
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     is_pack = position_ids is not None
     is_replaced = is_on_cpu(input_ids) and getattr(base, BACKEND_ATTRIBUTE, False)
-    if not is_replaced or not (is_pack or native_library.load().is_available):
+    if not is_replaced or not (is_pack or library.load_kernels().is_available):
         yield
         return
     rows = _RowAttention(input_ids.shape, _find_spans(input_ids.shape, position_ids), is_pack)
@@ -61,7 +61,7 @@ def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | N
         functions.append((ALL_MASK_ATTENTION_FUNCTIONS, SDPA, rows.make_mask))
     names = vars(sys.modules[type(base).__module__])
     if all(has_equal_code(names.get(name), function) for name, function in _ROTARY_FUNCTIONS.items()):
-        functions.append((names, ROTATE, partial(native_operators.rotate, names[ROTATE])))
+        functions.append((names, ROTATE, partial(operators.rotate, names[ROTATE])))
     before = [table[name] for table, name, _ in functions]
     for table, name, function in functions:
         table[name] = function

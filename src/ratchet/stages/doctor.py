@@ -170,6 +170,7 @@ def _report_machine(examination: _Examination) -> TorchDevice:
         examination.findings += hardware_probe.probe_gpu(torch_device)
     else:
         examination.add("products", hardware_probe.describe_cpu_products())
+        examination.add("kernels", hardware_probe.describe_cpu_kernels())
         if setting != "cpu" and count_visible_gpus():
             examination.add("GPU", f"not used: {device.explain_missing_gpu()}")
     folder = examination.layout.runs if examination.layout else Path.cwd()

@@ -18,6 +18,7 @@ from ratchet.config.train import Train
 from ratchet.config.units import format_bytes
 from ratchet.models import device as device_probe
 from ratchet.models import model_spec
+from ratchet.models.cpu_kernels import library
 from ratchet.models.memory import capacity, forecast
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.training import profiler
@@ -70,6 +71,14 @@ def describe_cpu_products() -> str:
     )
     text = f"float32 {full / 1e9:,.0f} GFLOP/s, bfloat16 {half / 1e9:,.0f} GFLOP/s; `auto` is float32 on every CPU"
     return text + ("; train.compute_dtype: bfloat16 is faster on this one" if half > USEFUL_GAIN * full else "")
+
+
+def describe_cpu_kernels() -> str:
+    """Return whether this CPU uses Ratchet's own kernels, which are compiled by the first call."""
+    found = library.load_kernels()
+    if found.is_available:
+        return f"Ratchet's own for attention, norms and gated units in float32 ({found.text})"
+    return f"torch's only: {found.text}"
 
 
 def _name_dtype(dtype: torch.dtype) -> str:

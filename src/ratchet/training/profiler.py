@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from ratchet.config.fields import parse_interval
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.models import adapters
+from ratchet.models.cpu_kernels.attention import count_operations
 from ratchet.models.device import Model, get_gpu_name, pick_dtype
 from ratchet.models.memory import capacity, parameters
-from ratchet.models.native_attention import count_operations
 from ratchet.runs.directory import RESULT, storage_errors
 from ratchet.storage import files
 from ratchet.storage.records.training import (

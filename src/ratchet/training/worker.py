@@ -36,11 +36,11 @@ from ratchet.models import (
     loading,
     model_card,
     model_spec,
-    native_library,
     oom,
     targets,
     vocabulary,
 )
+from ratchet.models.cpu_kernels import library
 from ratchet.models.memory import parameters as model_parameters
 from ratchet.models.memory.forecast import MemoryWorkload
 from ratchet.models.start_adapter import StartAdapter
@@ -372,7 +372,7 @@ def _describe_environment(attempt: _Attempt, device: torch.device, world_size: i
     name = loading.get_gpu_name(device) or platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
-    kernels = native_library.load() if device.type == "cpu" else None
+    kernels = library.load_kernels() if device.type == "cpu" else None
     return libraries | {
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_size": str(machine.micro_batch_size), **({"ranks": str(world_size)} if world_size > 1 else {}),

@@ -34,10 +34,10 @@ from torch.utils._pytree import tree_iter
 
 from ratchet.models import fused_operators
 from ratchet.models.chunked_loss import ChunkedLoss, Phase, ignore_phase
+from ratchet.models.cpu_kernels.attention import plan_workspace
 from ratchet.models.device import Model
 from ratchet.models.loss import SequenceBatch, TeacherTargets
 from ratchet.models.model_spec import find_blocks
-from ratchet.models.native_attention import plan_workspace
 from ratchet.models.teacher import OnlineTeacher
 
 Device = Literal["cpu", "cuda"]

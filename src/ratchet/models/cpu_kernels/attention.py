@@ -1,4 +1,4 @@
-"""Causal attention of rows in float32 on a CPU, by the kernels of `native_kernels.cpp`.
+"""Causal attention of rows in float32 on a CPU, by the kernels of `kernels.cpp`.
 
 torch's fused attention is slow on short rows: its products are small, and it computes all scores of a block. These
 kernels take a quarter of its time on rows of 60 to 300 tokens, and less on shorter ones (docs/evidence_speed.md). The
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ratchet.models import native_library
-from ratchet.models.native_library import Heads, count_threads
+from ratchet.models.cpu_kernels import library
+from ratchet.models.cpu_kernels.library import Heads, count_threads
 
 WIDTH_UNIT, MAX_WIDTH = 16, 256
 """The width of a head must be a multiple of the first, and at most the second."""
@@ -30,7 +30,7 @@ _SIZES = ("span_count", "heads", "key_heads", "positions", "width", "workspace_f
 
 
 class _Task(ctypes.Structure):
-    """Arguments of a kernel: `struct Attention` in native_kernels.cpp."""
+    """Arguments of a kernel: `struct Attention` in kernels.cpp."""
 
     _fields_ = (
         *((name, Heads) for name in _HEADS),
@@ -44,7 +44,7 @@ def is_suitable(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernels can compute these heads [sequences, heads, positions, width]."""
     width = query.shape[-1]
     return (
-        native_library.load().is_available
+        library.load_kernels().is_available
         and query.dtype == key.dtype == value.dtype == torch.float32
         and key.shape == value.shape
         and query.shape[2:] == key.shape[2:]
@@ -127,7 +127,7 @@ def _compute(tensors: Sequence[Tensor], log_sums: Tensor, spans: list[int], scal
     sizes = (len(spans) // 4, query.shape[1], key.shape[1], *query.shape[2:], floats, threads)
     for name, number in zip(_POINTERS + _SIZES, pointers + sizes, strict=True):
         setattr(task, name, number)
-    native_library.get_kernels().ratchet_attention(ctypes.byref(task), int(is_backward))
+    library.get_kernels().ratchet_attention(ctypes.byref(task), int(is_backward))
 
 
 def plan_workspace(query: Tensor, key: Tensor, spans: Sequence[int], is_backward: bool) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def plan_workspace(query: Tensor, key: Tensor, spans: Sequence[int], is_backward
     operations = count_operations(spans, heads, width, is_backward) // 2  # those above the diagonal are left out
     threads = count_threads(len(spans) // 4 * key_heads, operations, THREAD_OPERATIONS)
     longest = max(end - start for start, end in zip(spans[1::4], spans[2::4], strict=True))
-    count = native_library.get_kernels().ratchet_attention_workspace
+    count = library.get_kernels().ratchet_attention_workspace
     count.restype = ctypes.c_int64
     return threads, int(count(ctypes.c_int64(longest), ctypes.c_int64(width), int(is_backward)))
 
@@ -150,7 +150,7 @@ def count_operations(spans: Sequence[int], heads: int, width: int, is_backward: 
     return (5 if is_backward else 2) * 2 * heads * width * squares
 
 
-native_library.define_operators(
+library.define_operators(
     {
         "attention(Tensor query, Tensor key, Tensor value, int[] spans, float scale) -> (Tensor, Tensor)": _attention,
         "attention_backward(Tensor gradient, Tensor[] saved, int[] spans, float scale) -> (Tensor, Tensor, Tensor)": (

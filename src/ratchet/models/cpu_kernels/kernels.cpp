@@ -1,5 +1,5 @@
 // Parts of a decoder block in float32, forward and backward, for CPUs with AVX2 or AVX-512. Compiled by
-// native_library.py, called by native_attention.py and native_operators.py.
+// library.py, called by attention.py and operators.py.
 //
 // A result does not depend on the number of threads.
 //

@@ -1,4 +1,4 @@
-"""Compiles the kernels in `native_kernels.cpp` for this CPU, once per user, and loads them.
+"""Compiles the kernels in `kernels.cpp` for this CPU, once per user, and loads them.
 
 They need a CPU with AVX2 or AVX-512, and the compiler g++; elsewhere torch's kernels compute. The library stays in
 `$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). Its name has a digest of source, flags and compiler, so
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ratchet.storage import digests, files
 
-SWITCH = "RATCHET_NATIVE_KERNELS"
+SWITCH = "RATCHET_CPU_KERNELS"
 """Environment variable. `0`: torch's kernels compute."""
-SOURCE = Path(__file__).with_name("native_kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILER = "g++"
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 FLAGS_OF_CAPABILITY = {
@@ -50,7 +50,7 @@ class Heads(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class NativeLibrary:
+class KernelLibrary:
     """The kernels, or the reason why torch's compute."""
 
     kernels: ctypes.CDLL | None
@@ -63,27 +63,27 @@ class NativeLibrary:
 
 
 @functools.cache
-def load() -> NativeLibrary:
+def load_kernels() -> KernelLibrary:
     """Return the library for this CPU. The first call of a user compiles it, which takes 2 s."""
     if os.environ.get(SWITCH) == "0":
-        return NativeLibrary(None, f"{SWITCH} is 0")
+        return KernelLibrary(None, f"{SWITCH} is 0")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in FLAGS_OF_CAPABILITY:
-        return NativeLibrary(None, f"they need AVX2 or AVX-512; this CPU has {capability}")
+        return KernelLibrary(None, f"they need AVX2 or AVX-512; this CPU has {capability}")
     compiler = shutil.which(COMPILER)
     if compiler is None:
-        return NativeLibrary(None, f"the compiler {COMPILER} is not installed")
+        return KernelLibrary(None, f"the compiler {COMPILER} is not installed")
     command = [compiler, *FLAGS, *FLAGS_OF_CAPABILITY[capability]]
     try:
         path = _make_folder() / f"kernels-{_digest(command)}.so"
         if not _is_whole(path):
             _compile(command, path)
-        return NativeLibrary(ctypes.CDLL(str(path)), capability)
+        return KernelLibrary(ctypes.CDLL(str(path)), capability)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
-        return NativeLibrary(None, f"{COMPILER} failed: {lines[0] if lines else error}")
+        return KernelLibrary(None, f"{COMPILER} failed: {lines[0] if lines else error}")
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: the user has no home
-        return NativeLibrary(None, str(error))
+        return KernelLibrary(None, str(error))
 
 
 def _make_folder() -> Path:
@@ -123,8 +123,8 @@ def _is_whole(path: Path) -> bool:
 
 def get_kernels() -> ctypes.CDLL:
     """Return the kernels of a machine that has them."""
-    if (kernels := load().kernels) is None:
-        raise RuntimeError(f"there are no kernels: {load().text}")
+    if (kernels := load_kernels().kernels) is None:
+        raise RuntimeError(f"there are no kernels: {load_kernels().text}")
     return kernels
 
 

@@ -20,14 +20,15 @@ import families
 from ratchet.config.train import Train
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
-from ratchet.models import adapters, native_attention, native_library, native_operators
+from ratchet.models import adapters
 from ratchet.models.chunked_loss import compute_loss
+from ratchet.models.cpu_kernels import attention, library, operators
+from ratchet.models.cpu_kernels.attention import Span
 from ratchet.models.device import Model
 from ratchet.models.fused_operators import _GatedUnit, _RootMeanSquareNorm
 from ratchet.models.loss import SequenceBatch
-from ratchet.models.native_attention import Span
 
-needs_kernels = pytest.mark.skipif(not native_library.load().is_available, reason=native_library.load().text)
+needs_kernels = pytest.mark.skipif(not library.load_kernels().is_available, reason=library.load_kernels().text)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -95,7 +96,7 @@ def test_attention_and_its_gradients_are_those_of_the_formula(
     parts[2] = parts[2].flip(2)
     gradient, scale = drawn(len(sequences), positions, heads, width, seed=9), 1.3 / math.sqrt(width)
     inputs = [part.clone().requires_grad_() for part in parts]
-    output = native_attention.attend(inputs[0], inputs[1], inputs[2], spans, scale)
+    output = attention.attend(inputs[0], inputs[1], inputs[2], spans, scale)
     exact = [part.double().requires_grad_() for part in parts]
     expected = expected_attention(exact[0], exact[1], exact[2], spans, scale)
     assert output.shape == expected.shape
@@ -116,15 +117,15 @@ def test_a_row_has_the_same_bits_in_every_pack_and_with_every_number_of_threads(
 
     def outcome(spans: list[Span], first: int, end: int) -> list[Tensor]:
         inputs = [part[:, :, first:end] for part in (query, key, value)]
-        output = native_attention.attend(inputs[0], inputs[1], inputs[2], spans, 0.125)
+        output = attention.attend(inputs[0], inputs[1], inputs[2], spans, 0.125)
         return [output, *torch.autograd.grad(output, inputs, gradient[:, :, first:end].transpose(1, 2))]
 
     pack = spans_of([[250, 301, 149]])
-    assert native_attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] >= 1
+    assert attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] >= 1
     threads(1)
     alone, packed = outcome([(0, 0, 301, True)], 250, 551), outcome(pack, 0, 700)
     threads(3)
-    assert native_attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] == 3
+    assert attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] == 3
     by_three = outcome(pack, 0, 700)
     assert all(map(torch.equal, packed, by_three))
     assert torch.equal(packed[0][:, 250:551], alone[0])
@@ -138,7 +139,7 @@ def test_attention_does_not_hide_invalid_numbers(number: float) -> None:
     query, key, value = (heads_of(1, 2, 60, 16, seed) for seed in (1, 2, 3))
     key[0, 0, 10] = number
     query[0, 0] = query[0, 0].abs()  # so that the scores are not -inf
-    output = native_attention.attend(query, key, value, [(0, 0, 30, True), (0, 30, 60, True)], 0.25)
+    output = attention.attend(query, key, value, [(0, 0, 30, True), (0, 30, 60, True)], 0.25)
     assert output[0, 10:30, 0].isnan().all()
     assert output[0, 30:].isfinite().all()
     assert output[0, :, 1].isfinite().all()
@@ -147,23 +148,23 @@ def test_attention_does_not_hide_invalid_numbers(number: float) -> None:
 @needs_kernels
 def test_attention_of_large_scores_does_not_overflow() -> None:
     query, key, value = (heads_of(1, 2, 20, 16, seed) * 100 for seed in (1, 2, 3))
-    output = native_attention.attend(query, key, value, [(0, 0, 20, True)], 1.0)
+    output = attention.attend(query, key, value, [(0, 0, 20, True)], 1.0)
     expected = expected_attention(query.double(), key.double(), value.double(), [(0, 0, 20, True)], 1.0)
     assert torch.allclose(output.double(), expected, atol=1e-2)
 
 
 def test_other_heads_are_left_to_torch() -> None:
     query = heads_of(1, 4, 8, 32, 1)
-    has_kernels = native_library.load().is_available
+    has_kernels = library.load_kernels().is_available
     for key, is_suitable in (
         (heads_of(1, 2, 8, 32, 2), has_kernels),
         (heads_of(1, 3, 8, 32, 2), False),  # 4 is not a multiple of 3
         (heads_of(1, 4, 9, 32, 2), False),  # more keys than queries
         (heads_of(1, 4, 8, 32, 2).bfloat16(), False),
     ):
-        assert native_attention.is_suitable(query, key, key) is is_suitable
+        assert attention.is_suitable(query, key, key) is is_suitable
     narrow = heads_of(1, 4, 8, 24, 1)
-    assert not native_attention.is_suitable(narrow, narrow, narrow)
+    assert not attention.is_suitable(narrow, narrow, narrow)
 
 
 # Elementwise operators.
@@ -211,7 +212,7 @@ def test_rotations_are_those_of_transformers(angles: int) -> None:
     cos, sin = drawn(angles, 11, 64, seed=3), drawn(angles, 11, 64, seed=4)
     gradients = [heads_of(3, 4, 11, 64, 5), heads_of(3, 2, 11, 64, 6)]
     outcomes = []
-    for rotates in (modeling_llama.apply_rotary_pos_emb, lambda *parts: native_operators.rotate(refuse, *parts)):
+    for rotates in (modeling_llama.apply_rotary_pos_emb, lambda *parts: operators.rotate(refuse, *parts)):
         inputs = [part.clone().requires_grad_() for part in (query, key)]
         outputs = rotates(*inputs, cos, sin)
         outcomes.append([*outputs, *torch.autograd.grad(outputs, inputs, gradients)])
@@ -235,7 +236,7 @@ def test_other_rotations_are_left_to_transformers(
     query, key = drawn(*heads, seed=1).to(dtype), drawn(*heads, seed=2).to(dtype)
     cos, sin = drawn(*shape, seed=3).to(dtype), drawn(*shape, seed=4).to(dtype)
     original = modeling_llama.apply_rotary_pos_emb
-    found = native_operators.rotate(original, query, key, cos, sin, dimension)
+    found = operators.rotate(original, query, key, cos, sin, dimension)
     assert all(map(torch.equal, found, original(query, key, cos, sin, dimension)))
 
 
@@ -267,37 +268,37 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ratchet" / "kernels"
 
 
-def load_again() -> native_library.NativeLibrary:
-    return native_library.load.__wrapped__()
+def load_again() -> library.KernelLibrary:
+    return library.load_kernels.__wrapped__()
 
 
 @needs_kernels
 def test_the_library_is_compiled_once_and_again_if_it_is_damaged(cache: Path) -> None:
     assert load_again().is_available
-    (library,) = cache.iterdir()
-    first = library.stat().st_ino
+    (compiled,) = cache.iterdir()
+    first = compiled.stat().st_ino
     assert load_again().is_available
-    assert library.stat().st_ino == first
-    content = library.read_bytes()
-    library.write_bytes(content[:1000])
-    code = "from ratchet.models import native_library; print(native_library.load().text)"
+    assert compiled.stat().st_ino == first
+    content = compiled.read_bytes()
+    compiled.write_bytes(content[:1000])
+    code = "from ratchet.models.cpu_kernels import library; print(library.load_kernels().text)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == native_library.load().text
-    assert library.read_bytes() == content
-    assert list(cache.iterdir()) == [library]
+    assert done.stdout.strip() == library.load_kernels().text
+    assert compiled.read_bytes() == content
+    assert list(cache.iterdir()) == [compiled]
 
 
 @needs_kernels
 def test_processes_that_compile_at_the_same_time_do_not_disturb_each_other(cache: Path) -> None:
-    code = "from ratchet.models import native_library; print(native_library.load().text)"
+    code = "from ratchet.models.cpu_kernels import library; print(library.load_kernels().text)"
     started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert {process.communicate()[0].strip() for process in started} == {native_library.load().text}
+    assert {process.communicate()[0].strip() for process in started} == {library.load_kernels().text}
     assert len(list(cache.iterdir())) == 1
 
 
 def test_the_variable_switches_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RATCHET_NATIVE_KERNELS", "0")
-    assert load_again() == native_library.NativeLibrary(None, "RATCHET_NATIVE_KERNELS is 0")
+    monkeypatch.setenv("RATCHET_CPU_KERNELS", "0")
+    assert load_again() == library.KernelLibrary(None, "RATCHET_CPU_KERNELS is 0")
 
 
 def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_a_compiler_that_fails_is_named_with_its_message(
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cc1plus: unknown option" >&2\nexit 1\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
-    assert load_again() == native_library.NativeLibrary(None, "g++ failed: cc1plus: unknown option")
+    assert load_again() == library.KernelLibrary(None, "g++ failed: cc1plus: unknown option")
     assert list(cache.iterdir()) == []
 
 
@@ -394,12 +395,12 @@ def test_a_step_is_the_same_up_to_rounding_with_and_without_kernels(
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the calls of each kernel."""
     called: Counter[str] = Counter()
-    kernels = native_library.get_kernels()
+    kernels = library.get_kernels()
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
             called[name] += 1
             return getattr(kernels, name)
 
-    monkeypatch.setattr(native_library, "get_kernels", Counting)
+    monkeypatch.setattr(library, "get_kernels", Counting)
     return called

@@ -1,4 +1,4 @@
-"""Gated units, norms and rotary embeddings in float32 on a CPU, by the kernels of `native_kernels.cpp`.
+"""Gated units, norms and rotary embeddings in float32 on a CPU, by the kernels of `kernels.cpp`.
 
 Each is one pass over memory, where torch needs several. The results differ from torch's by rounding, and are the same
 with every number of threads.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ratchet.models import native_library
-from ratchet.models.native_attention import make_like
-from ratchet.models.native_library import Heads, count_threads
+from ratchet.models.cpu_kernels import library
+from ratchet.models.cpu_kernels.attention import make_like
+from ratchet.models.cpu_kernels.library import Heads, count_threads
 
 UNIT = 16
 """The width of a tensor must be a multiple of this."""
@@ -27,7 +27,7 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 def is_suitable(*tensors: Tensor) -> bool:
     """Return whether the kernels can compute these tensors [..., width]."""
-    return native_library.load().is_available and all(
+    return library.load_kernels().is_available and all(
         tensor.dtype is torch.float32 and tensor.shape[-1] % UNIT == 0 and tensor.is_contiguous() for tensor in tensors
     )
 
@@ -36,7 +36,7 @@ def _call(name: str, *arguments: Tensor | Heads | int | float, parts: int, eleme
     """Call a kernel, whose last argument is the number of threads."""
     given = [_convert(argument) for argument in arguments]
     threads = count_threads(parts, elements, THREAD_ELEMENTS)
-    getattr(native_library.get_kernels(), name)(*given, ctypes.c_int64(threads))
+    getattr(library.get_kernels(), name)(*given, ctypes.c_int64(threads))
 
 
 def _convert(argument: Tensor | Heads | int | float) -> Any:
@@ -130,7 +130,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, is_backward: bool) -> Tenso
     return output
 
 
-native_library.define_operators(
+library.define_operators(
     {
         "gated_unit(Tensor gate, Tensor up) -> Tensor": _gated_unit,
         "gated_unit_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)": _gated_unit_backward,
