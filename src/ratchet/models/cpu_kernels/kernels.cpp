@@ -29,6 +29,8 @@ constexpr long BLOCK = 48;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef float UnalignedVector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t IntVector __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef float Quarter __attribute__((vector_size(4 * sizeof(float))));
+typedef int32_t IntQuarter __attribute__((vector_size(4 * sizeof(int32_t))));
 
 static long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
@@ -76,16 +78,23 @@ static void store(float* to, Vector values) { *reinterpret_cast<UnalignedVector*
 
 static Vector fill(float value) { return Vector{} + value; }
 
+// Combine all lanes: halves of the vector first, then halves of the half.
+template <typename Combine>
+static float reduce(Vector values, const Combine& combine) {
+    Quarter parts[LANES / 4];
+    std::memcpy(parts, &values, sizeof(values));
+    for (int half = LANES / 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = combine(parts[i], parts[i + half]);
+    const Quarter swapped = combine(parts[0], __builtin_shuffle(parts[0], (IntQuarter){2, 3, 0, 1}));
+    return combine(swapped, __builtin_shuffle(swapped, (IntQuarter){1, 0, 3, 2}))[0];
+}
+
 static float sum(Vector values) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += values[i];
-    return total;
+    return reduce(values, [](auto a, auto b) { return a + b; });
 }
 
 static float largest(Vector values) {
-    float found = values[0];
-    for (int i = 1; i < LANES; i++) found = std::max(found, values[i]);
-    return found;
+    return reduce(values, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 // exp(x) with a relative error below 2e-7, for x limited to [-87, 88]; NaN stays NaN. x is n log(2) + r, and exp(r) is
@@ -430,5 +439,15 @@ extern "C" void ratchet_rotate(const Heads* x, const Heads* output, const float*
                 }
             }
         }
+    });
+}
+
+// output[rows, columns] += left[rows, inner] right[inner, columns], for a small `inner`. All are contiguous.
+extern "C" void ratchet_add_product(const float* left, const float* right, float* output, int64_t rows, int64_t inner,
+                                    int64_t columns, int64_t threads) {
+    divide(rows, ROWS, threads, [=](long first, long end) {
+        for (long i = first; i < end; i += ROWS)
+            multiply(std::min<long>(ROWS, end - i), columns, inner, left + i * inner, inner, 1, right, columns,
+                     output + i * columns, columns, true);
     });
 }

@@ -85,6 +85,17 @@ def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor)
     return result
 
 
+def add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add the product of left [rows, inner] and right [inner, columns], for a small `inner`, to output [rows, columns],
+    and return the output."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    inputs = left.contiguous(), right.contiguous()
+    _call(
+        "ratchet_add_product", *inputs, output, rows, inner, columns, parts=rows, elements=output.numel()
+    )  # fmt: skip
+    return output
+
+
 def rotate(original: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
     """Apply rotary embeddings as `original` does, which computes what the kernel cannot.
 
