@@ -67,13 +67,13 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("train", 280),
+    Benchmark("train", 310),
     Benchmark("evaluate", 190),
     Benchmark("waiting", 150),
     Benchmark("growth", 150, arguments=("--picture", "docs/growth"), is_quick=False),
     Benchmark("memory", 125, is_quick=False),
     Benchmark("merge", 85),
-    Benchmark("cpu_kernels", 20),
+    Benchmark("cpu_kernels", 25),
     Benchmark("four_bits", 60, is_quick=False),
     Benchmark("prepare", 160),
     Benchmark("sweep", 260, arguments=("--equal-tokens",)),

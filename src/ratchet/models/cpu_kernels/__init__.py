@@ -1,1 +1,1 @@
-"""Kernels of our own for float32 on CPUs: attention, norms, gated units and rotary embeddings."""
+"""Kernels in C++ for float32 on CPUs."""

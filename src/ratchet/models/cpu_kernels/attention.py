@@ -1,8 +1,8 @@
 """Causal attention of rows in float32 on a CPU, by the kernels of `kernels.cpp`.
 
 torch's fused attention is slow on short rows: its products are small, and it computes all scores of a block. These
-kernels take a quarter of its time on rows of 60 to 300 tokens, and less on shorter ones (docs/evidence_speed.md). The
-result of a row is the same in every pack and with every number of threads.
+kernels take less than half of its time (docs/evidence_speed.md). The result of a row is the same in every pack and with
+every number of threads.
 """
 
 import ctypes
