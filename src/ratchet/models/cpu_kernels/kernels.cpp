@@ -1,12 +1,10 @@
-// Parts of a decoder block in float32, forward and backward, for CPUs with AVX2 or AVX-512. Compiled by
-// library.py, called by attention.py and operators.py.
+// Operators of a decoder block in float32, forward and backward, for CPUs with AVX2 or AVX-512. Compiled by library.py,
+// called by attention.py and operators.py. No result depends on the number of threads.
 //
-// A result does not depend on the number of threads.
-//
-// Causal attention of rows: each unit of work is one row and one head of keys, with all heads of queries that share it. A unit copies its keys
-// and values into contiguous memory, and goes through the queries in blocks; the scores of a block, BLOCK x keys, stay
-// in a core's cache. Only scores up to the diagonal are computed. The backward pass computes the scores again from the logarithms of the sums that the forward pass returns (Dao et
-// al. 2022, arXiv 2205.14135).
+// Causal attention of rows: a unit of work is one row and one head of keys, with all heads of queries that share it.
+// It copies its keys and values into contiguous memory, and goes through the queries in blocks; the scores of a block,
+// BLOCK x keys, stay in a core's cache. Only scores up to the diagonal are computed. The backward pass computes them
+// again, and the weights from the logarithms of sums that the forward pass returned (Dao et al. 2022, arXiv 2205.14135).
 
 #include <algorithm>
 #include <atomic>
