@@ -302,13 +302,15 @@ def test_the_variable_switches_the_kernels_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_compiler_torch_computes(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert load_again().text in ("the compiler g++ is not installed", without_instructions())
-    assert not cache.exists()
-
-
-def without_instructions() -> str:
-    return f"they need AVX2 or AVX-512; this CPU has {torch.backends.cpu.get_cpu_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    other_cpu = f"they need AVX2 or AVX-512; this CPU has {capability}"
+    assert load_again().text in ("the compiler g++ is not installed", other_cpu)
+    monkeypatch.setenv("PATH", path)
+    if load_again().is_available:  # the compiled library needs no compiler
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert load_again().text == capability
 
 
 @needs_kernels
@@ -317,7 +319,7 @@ def test_a_compiler_that_fails_is_named_with_its_message(
 ) -> None:
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cc1plus: unknown option" >&2\nexit 1\n')
+    compiler.write_text('#!/bin/sh\necho "cc1plus: unknown option" >&2\nexit 1\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
     assert load_again() == library.KernelLibrary(None, "g++ failed: cc1plus: unknown option")

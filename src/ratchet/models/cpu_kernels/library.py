@@ -1,14 +1,15 @@
 """Compiles the kernels in `kernels.cpp` for this CPU, once per user, and loads them.
 
 They need a CPU with AVX2 or AVX-512, and the compiler g++; elsewhere torch's kernels compute. The library stays in
-`$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). Its name has a digest of source, flags and compiler, so
-it is compiled again if one of them changes.
+`$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). Its name has a digest of source and flags, so it is
+compiled again if one of them changes.
 """
 
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -70,14 +71,13 @@ def load_kernels() -> KernelLibrary:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in FLAGS_OF_CAPABILITY:
         return KernelLibrary(None, f"they need AVX2 or AVX-512; this CPU has {capability}")
-    compiler = shutil.which(COMPILER)
-    if compiler is None:
-        return KernelLibrary(None, f"the compiler {COMPILER} is not installed")
-    command = [compiler, *FLAGS, *FLAGS_OF_CAPABILITY[capability]]
+    flags = (*FLAGS, *FLAGS_OF_CAPABILITY[capability])
     try:
-        path = _make_folder() / f"kernels-{_digest(command)}.so"
+        path = _make_folder() / f"kernels-{_digest(flags)}.so"
         if not _is_whole(path):
-            _compile(command, path)
+            if (compiler := shutil.which(COMPILER)) is None:
+                return KernelLibrary(None, f"the compiler {COMPILER} is not installed")
+            _compile([compiler, *flags], path)
         return KernelLibrary(ctypes.CDLL(str(path)), capability)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
@@ -97,9 +97,10 @@ def _make_folder() -> Path:
     return folder
 
 
-def _digest(command: list[str]) -> str:
-    compiler = subprocess.run([command[0], "--version"], check=True, capture_output=True, timeout=COMPILE_S).stdout
-    return digests.hash_bytes(SOURCE.read_bytes() + compiler + " ".join(command).encode())[:16]
+def _digest(flags: tuple[str, ...]) -> str:
+    """Return the digest of what the library depends on. The compiler is left out: a newer one, or none, must not change
+    the bits that a training computes after it resumes."""
+    return digests.hash_bytes(SOURCE.read_bytes() + " ".join((*flags, *platform.libc_ver())).encode())[:16]
 
 
 def _compile(command: list[str], path: Path) -> None:
