@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 
 import families
+from ratchet.config.settings import Settings
 from ratchet.config.train import Train
 from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
+from ratchet.evaluation import comparability
 from ratchet.models import adapters
 from ratchet.models.chunked_loss import compute_loss
 from ratchet.models.cpu_kernels import attention, library, operators
@@ -27,8 +30,12 @@ from ratchet.models.cpu_kernels.attention import Span
 from ratchet.models.device import Model
 from ratchet.models.fused_operators import _GatedUnit, _RootMeanSquareNorm
 from ratchet.models.loss import SequenceBatch
+from ratchet.models.memory.trace import workspace_bytes
+from ratchet.training.profiler import _flop_formulas
 
-needs_kernels = pytest.mark.skipif(not library.load_kernels().is_available, reason=library.load_kernels().text)
+needs_kernels = pytest.mark.skipif(
+    not library.load_kernels().is_available and not os.environ.get("CI"), reason=library.load_kernels().text
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -121,8 +128,8 @@ def test_a_row_has_the_same_bits_in_every_pack_and_with_every_number_of_threads(
         return [output, *torch.autograd.grad(output, inputs, gradient[:, :, first:end].transpose(1, 2))]
 
     pack = spans_of([[250, 301, 149]])
-    assert attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] >= 1
     threads(1)
+    assert attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] == 1
     alone, packed = outcome([(0, 0, 301, True)], 250, 551), outcome(pack, 0, 700)
     threads(3)
     assert attention.plan_workspace(query, key, [int(n) for span in pack for n in span], True)[0] == 3
@@ -162,9 +169,45 @@ def test_other_heads_are_left_to_torch() -> None:
         (heads_of(1, 4, 9, 32, 2), False),  # more keys than queries
         (heads_of(1, 4, 8, 32, 2).bfloat16(), False),
     ):
-        assert attention.is_suitable(query, key, key) is is_suitable
+        assert attention.is_suitable(query, key, key, 1) is is_suitable
     narrow = heads_of(1, 4, 8, 24, 1)
-    assert not attention.is_suitable(narrow, narrow, narrow)
+    assert not attention.is_suitable(narrow, narrow, narrow, 1)
+
+
+@needs_kernels
+def test_few_rows_on_many_threads_are_left_to_torch(threads: Callable[[int], None]) -> None:
+    query, key = heads_of(1, 4, 8, 32, 1), heads_of(1, 2, 8, 32, 2)
+    for count, rows, is_suitable in ((4, 1, True), (5, 1, False), (5, 2, True)):
+        threads(count)
+        assert attention.is_suitable(query, key, key, rows) is is_suitable
+
+
+@needs_kernels
+def test_rows_that_do_not_cover_all_positions_are_refused() -> None:
+    heads = heads_of(1, 2, 8, 32, 1)
+    with pytest.raises(ValueError, match="rows have 7 positions; expected all of 1 x 8"):
+        attention.attend(heads, heads, heads, [(0, 1, 8, True)], 1.0)
+
+
+def test_all_kernels_are_right_with_the_instructions_of_older_cpus(tmp_path: Path) -> None:
+    """The same tests in a process without AVX-512, if this CPU has it."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not library.load_kernels().is_available:
+        pytest.skip("this CPU has no AVX-512, or there are no kernels")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "formula or rotations or bits",
+    ]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "14 passed" in done.stdout
 
 
 # Elementwise operators.
@@ -173,7 +216,7 @@ def test_other_heads_are_left_to_torch() -> None:
 @needs_kernels
 def test_gated_units_are_those_of_the_formula() -> None:
     gate, up, gradient = drawn(3, 70, 48, seed=1) * 5, drawn(3, 70, 48, seed=2), drawn(3, 70, 48, seed=3)
-    gate[0, 0, :6] = torch.tensor([0.0, 100.0, -100.0, 300.0, -300.0, math.nan])
+    gate[0, 0, :8] = torch.tensor([0.0, 100.0, -100.0, 300.0, -300.0, -1e38, math.inf, math.nan])
     inputs, exact = (
         [part.to(dtype).requires_grad_() for part in (gate, up)] for dtype in (torch.float32, torch.float64)
     )
@@ -259,6 +302,64 @@ def test_elementwise_results_do_not_depend_on_the_number_of_threads(threads: Cal
     assert all(map(torch.equal, *found))
 
 
+@needs_kernels
+@pytest.mark.parametrize("rank", [1, 16, 24])
+def test_products_are_added(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_is_added_faster", lambda: True)
+    output, left, right = drawn(301, 48, seed=1), drawn(301, rank, seed=2), drawn(48, rank, seed=3).t()
+    called = count_calls(monkeypatch)
+    expected = torch.addmm(output.double(), left.double(), right.double(), alpha=0.5)
+    assert operators.add_product(output, left, right, 0.5) is output
+    assert called["ratchet_add_product"] == 1
+    assert torch.allclose(output.double(), expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"of \[301, .*\] cannot be added to \[300, 48\]"):
+        operators.add_product(output[:300], left, right)
+    assert called["ratchet_add_product"] == 1
+
+
+@needs_kernels
+def test_wrong_shapes_are_refused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = count_calls(monkeypatch)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        _GatedUnit.apply(drawn(4, 64, seed=1), drawn(3, 64, seed=2))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        _RootMeanSquareNorm.apply(drawn(2, 3, 64, seed=3), drawn(32, seed=4), 1e-5)
+    assert not called
+
+
+def test_the_memory_of_attention_includes_its_work_space() -> None:
+    """A pack without contents may keep all threads busy."""
+    if not library.load_kernels().is_available:
+        pytest.skip(library.load_kernels().text)
+    heads = torch.empty(1, 2, 2048, 64, device="meta")
+    spans = [0, 0, 2048, 1]
+    threads, floats = attention.plan_workspace(heads, heads, spans, is_backward=True)
+    assert threads == torch.get_num_threads()
+    saved = [heads, heads, heads, heads.transpose(1, 2), torch.empty(1, 2, 2048, device="meta")]
+    for operator, arguments, is_backward in (
+        (torch.ops.ratchet.attention.default, (heads, heads, heads, spans, 1.0), False),
+        (torch.ops.ratchet.attention_backward.default, (saved[3], saved, spans, 1.0), True),
+    ):
+        count, floats = attention.plan_workspace(heads, heads, spans, is_backward)
+        assert workspace_bytes(operator, arguments, {}, "cpu") == 4 * count * floats > 2 * 4 * 2048 * 64
+
+
+def test_operations_of_attention_are_counted_as_those_of_torch() -> None:
+    if not library.load_kernels().is_available:
+        pytest.skip(library.load_kernels().text)
+    query, key, value = (heads_of(1, 4, 60, 32, seed).requires_grad_() for seed in (1, 2, 3))
+    counts = []
+    for is_own in (True, False):
+        with FlopCounterMode(display=False, custom_mapping=_flop_formulas()) as counter:
+            if is_own:
+                output = attention.attend(query, key, value, [(0, 0, 60, True)], 1.0)
+            else:
+                output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            output.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 7 * 2 * 4 * 60 * 60 * 32
+
+
 # Without kernels.
 
 
@@ -341,6 +442,21 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
     found = load_again()
     assert not found.is_available
     assert str(cache.parent) in found.text
+
+
+@needs_kernels
+def test_scores_computed_with_kernels_are_distinguished(request: pytest.FixtureRequest) -> None:
+    """In 16 bits no kernel computes."""
+
+    def describe(dtype: str) -> dict[str, Any]:
+        settings = Settings.model_validate({"train": {"compute_dtype": dtype}})
+        return comparability.describe_numerics("adapter", settings, torch.device("cpu"), 4)
+
+    full, half = describe("float32"), describe("bfloat16")
+    assert full["kernels"] == library.load_kernels().text
+    assert "kernels" not in half
+    request.getfixturevalue("without_kernels")
+    assert describe("float32") == {name: value for name, value in full.items() if name != "kernels"}
 
 
 # Models.

@@ -6,11 +6,15 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 import tiny_project
 from ratchet.config.settings import Settings
+from ratchet.models.cpu_kernels import library
 from ratchet.runs.directory import find_newest_run
 from ratchet.runs.fault_injection.injectors import find_worker
 from ratchet.storage.layout import ProjectLayout
@@ -80,6 +84,20 @@ def test_another_micro_batch_between_attempts_is_told_of(project: ProjectLayout)
     assert tiny_project.ratchet(project, "train").returncode == 0
     notices = [e.data["text"] for e in events(project) if e.kind == "notice"]
     assert any("not bit-exact" in text and "micro_batch_size 8 → 5" in text for text in notices)
+
+
+@pytest.mark.skipif(not library.load_kernels().is_available, reason=library.load_kernels().text)
+def test_a_resume_without_kernels_is_told_of(project: ProjectLayout) -> None:
+    process = start(project)
+    assert wait_for(project, process, steps_after(3))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    environment = tiny_project.environment() | {"RATCHET_CPU_KERNELS": "0"}
+    subprocess.run(tiny_project.command("train"), cwd=project.root, env=environment, check=True, capture_output=True)
+    notices = [e.data["text"] for e in events(project) if e.kind == "notice"]
+    used, digest = library.load_kernels().text, library.load_kernels().digest[:8]
+    told = f"from here on not bit-exact: kernels {used} {digest} → torch's (RATCHET_CPU_KERNELS is 0)"
+    assert told in notices
 
 
 def test_a_second_trainer_of_the_same_run_is_refused(project: ProjectLayout) -> None:

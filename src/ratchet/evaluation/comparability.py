@@ -35,7 +35,7 @@ def describe_numerics(
 
     `weights` is the format of the weights in memory (`nf4+dq uint8`, `float32`). `products` is the library of the
     CPU's float32 products, if it is not torch's default (models.cpu_products); models in 16 bits have some too.
-    `kernels` are the instructions of Ratchet's own kernels (models.library), if they are used.
+    `kernels` are the instructions of Ratchet's own kernels (models.cpu_kernels), if they are used.
     `versions` are those of LIBRARIES and, if the settings use the harness, of HARNESS.
     """
     tasks, is_adapter = settings.evaluate.harness, model_format == "adapter"
@@ -43,11 +43,12 @@ def describe_numerics(
     libraries = (*LIBRARIES, HARNESS) if uses_harness else LIBRARIES
     dtype = settings.train.compute_dtype if is_adapter else settings.export.dtype
     uses_onednn = device.type == "cpu" and cpu_products.is_onednn_faster()
-    uses_kernels = device.type == "cpu" and library.load_kernels().is_available
+    compute_dtype = loading.pick_dtype(dtype, device)
+    uses_kernels = device.type == "cpu" and compute_dtype == torch.float32 and library.load_kernels().is_available
     return {
         "model_format": model_format,
         "weights": settings.train.base_weight_format if is_adapter else settings.export.dtype,
-        "dtype": str(loading.pick_dtype(dtype, device)).removeprefix("torch."),
+        "dtype": str(compute_dtype).removeprefix("torch."),
         "device": loading.get_gpu_name(device) or "cpu",
         **({"products": "oneDNN"} if uses_onednn else {}),
         **({"kernels": library.load_kernels().text} if uses_kernels else {}),

@@ -1,8 +1,7 @@
 """Lets oneDNN compute products of float32 matrices on AMD CPUs with AVX-512.
 
 torch computes them with Intel's MKL, which uses only AVX2 on AMD CPUs. oneDNN is part of torch too and uses AVX-512: on
-a core of an AMD EPYC (Zen 5), it reaches 235 GFLOP/s instead of 105 (docs/evidence_speed.md). Narrow products that are
-added in place, as those of an adapter, are computed by a kernel of Ratchet (cpu_kernels).
+a core of an AMD EPYC (Zen 5), it reaches 235 GFLOP/s instead of 105 (docs/evidence_speed.md).
 """
 
 import functools
@@ -12,13 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ratchet.models.cpu_kernels import operators
-
 MIN_OPERATIONS = 1_000_000
 """Products of fewer operations (2 x rows x inner x columns) keep torch's kernel: the call of oneDNN from Python would
 take as long as the product."""
-MAX_ADDED_INNER = 128
-"""Products with more columns on the left are not added by Ratchet's kernel."""
 CPU_INFO = Path("/proc/cpuinfo")
 _AMD, _AVX512 = "AuthenticAMD", "AVX512"
 
@@ -38,7 +33,6 @@ def use_onednn() -> torch.library.Library | None:
         library.impl("mm", _multiply, "CPU")
         library.impl("mm.out", _multiply_into, "CPU")
         library.impl("addmm", _multiply_and_add, "CPU")
-        library.impl("addmm_", _add_product, "CPU")
     return library
 
 
@@ -79,14 +73,6 @@ def _multiply_and_add(addend: Tensor, left: Tensor, right: Tensor, *, beta: floa
         return _multiply_by_onednn(left, right, addend)
     output = left.new_empty(left.shape[0], right.shape[-1])
     return torch.addmm(addend, left, right, beta=beta, alpha=alpha, out=output)
-
-
-def _add_product(output: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    is_narrow = _is_suitable(left, right) and left.shape[1] <= MAX_ADDED_INNER
-    is_in_place = beta == 1 and output.shape == (left.shape[0], right.shape[1])
-    if is_narrow and is_in_place and operators.is_suitable(output):
-        return operators.add_product(output, left if alpha == 1 else left * alpha, right)
-    return torch.addmm(output, left, right, beta=beta, alpha=alpha, out=output)
 
 
 def _multiply_by_onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,8 +7,8 @@ whole tensors, and keeps intermediate results for the backward pass. The functio
 - keep their inputs, and compute intermediate results again;
 - add the two gradients of an adapted layer's input within the second product.
 
-They compute what the classes of transformers and peft compute: on one thread with the same bits in the forward pass,
-and up to rounding the same gradients. They have no second derivatives.
+They compute what the classes of transformers and peft compute: the same gradients up to rounding, and on one thread
+without kernels of our own (`cpu_kernels`) the same bits in the forward pass. They have no second derivatives.
 """
 
 import math
@@ -111,7 +111,7 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        if is_on_cpu(gate) and operators.is_suitable(gate, up):
+        if is_on_cpu(gate) and gate.shape == up.shape and operators.is_suitable(gate, up):
             of_kernel: Tensor = torch.ops.ratchet.gated_unit(gate, up)
             return of_kernel
         output = gate.new_empty(gate.shape)
@@ -124,7 +124,7 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if is_on_cpu(gate) and operators.is_suitable(gate, up):
+        if is_on_cpu(gate) and gate.shape == up.shape and operators.is_suitable(gate, up):
             of_kernel: tuple[Tensor, Tensor] = torch.ops.ratchet.gated_unit_backward(gradient.contiguous(), gate, up)
             return of_kernel
         gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
@@ -144,7 +144,7 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        if is_on_cpu(x) and operators.is_suitable(x, weight):
+        if is_on_cpu(x) and weight.shape == x.shape[-1:] and operators.is_suitable(x, weight):
             of_kernel: Tensor
             of_kernel, of_rows = torch.ops.ratchet.norm(x, weight, epsilon)
             ctx.save_for_backward(x, weight, of_rows)
@@ -195,7 +195,7 @@ class LowRankLinear(torch.autograd.Function):  # type: ignore[misc]  # torch giv
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
         low_rank = torch.mm(x, a.t())
-        output: Tensor = base(x).addmm_(low_rank, b.t(), alpha=scale)
+        output = operators.add_product(base(x), low_rank, b.t(), scale)
         ctx.save_for_backward(x, a, b, low_rank)
         ctx.base, ctx.scale = base, scale
         return output
@@ -211,5 +211,5 @@ class LowRankLinear(torch.autograd.Function):  # type: ignore[misc]  # torch giv
         if ctx.needs_input_grad[0]:
             is_4bit = isinstance(ctx.base, TiledLinear4bit)
             x_gradient = ctx.base.multiply_transposed(gradient) if is_4bit else torch.mm(gradient, ctx.base.weight)
-            x_gradient.addmm_(low_rank_gradient, a)
+            operators.add_product(x_gradient, low_rank_gradient, a)
         return x_gradient, None, a_gradient, b_gradient, None

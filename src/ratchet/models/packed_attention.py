@@ -2,7 +2,7 @@
 
 transformers computes attention over the whole pack and masks other rows, so the time grows with the square of the
 pack's length. Row by row, it grows with the sum of the squares of the rows' lengths. Where there are own kernels
-(`attention`), they compute packs and other batches.
+(`models.cpu_kernels`), they compute packs and other batches.
 """
 
 import sys
@@ -143,7 +143,7 @@ class _RowAttention:
         is_causal = options.get("is_causal")
         return (
             query.shape[::2] == self.shape
-            and is_suitable(query, key, value)
+            and is_suitable(query, key, value, sum(map(len, self.spans)))
             and not options.get("dropout")
             and options.get("position_bias") is None
             and options.get("cache") is None

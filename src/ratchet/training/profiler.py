@@ -207,6 +207,7 @@ def _flop_formulas() -> dict[Any, Any]:
         torch.ops.ratchet.attention_backward: own_attention_backward,
         torch.ops.bitsandbytes.gemm_4bit: product_4bit,
         aten.addmm_: added_product,
+        torch.ops.ratchet.add_product: added_product,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     }

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, PeersLostError, StorageError
 from ratchet.models import oom
+from ratchet.models.cpu_kernels import library
 from ratchet.models.loss import require_packing_isolation
 from ratchet.runs import status
 from ratchet.runs.journal import read_decisions
@@ -259,7 +260,8 @@ class TrainingLoop:
         if path is None:
             return
         for difference in checkpoint.list_environment_differences(path, identity):
-            self._notice(f"from here on not bit-exact: {difference}")
+            reason = f" ({library.load_kernels().text})" if difference.startswith("kernels ") else ""
+            self._notice(f"from here on not bit-exact: {difference}{reason}")
         snapshot = rollback_snapshot = checkpoint.read(path)
         rollback_step = snapshot.state.rollback_step
         if rollback_step not in (0, snapshot.state.step):

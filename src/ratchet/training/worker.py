@@ -372,13 +372,13 @@ def _describe_environment(attempt: _Attempt, device: torch.device, world_size: i
     name = loading.get_gpu_name(device) or platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
-    kernels = library.load_kernels() if device.type == "cpu" else None
+    kernels = library.load_kernels() if device.type == "cpu" and dtype == "float32" else None
     return libraries | {
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_size": str(machine.micro_batch_size), **({"ranks": str(world_size)} if world_size > 1 else {}),
         **({"micro_batch_tokens": str(machine.micro_batch_tokens)} if machine.micro_batch_tokens else {}),
         **({"computed": "with other runs"} if attempt.group is not None else {}),
-        **({"kernels": kernels.text} if kernels is not None and kernels.is_available else {}),
+        **({"kernels": f"{kernels.text} {kernels.digest[:8]}"} if kernels is not None and kernels.is_available else {}),
     }  # fmt: skip
 
 

@@ -40,11 +40,13 @@ class _Task(ctypes.Structure):
     )
 
 
-def is_suitable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the kernels can compute these heads [sequences, heads, positions, width]."""
+def is_suitable(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
+    """Return whether the kernels should compute attention of these heads [sequences, heads, positions, width], which
+    have this number of rows. torch's kernel is faster if it can use twice as many threads, because it divides a row."""
     width = query.shape[-1]
     return (
-        library.load_kernels().is_available
+        2 * rows * key.shape[1] >= torch.get_num_threads()
+        and library.load_kernels().is_available
         and query.dtype == key.dtype == value.dtype == torch.float32
         and key.shape == value.shape
         and query.shape[2:] == key.shape[2:]
@@ -63,7 +65,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], sca
         value: as the keys.
         spans: the rows; they cover each position once.
         scale: factor of the scores.
+
+    Raises:
+        ValueError: the spans do not cover the positions.
     """
+    if (covered := sum(end - start for _, start, end, _ in spans)) != query.shape[0] * query.shape[2]:
+        raise ValueError(f"rows have {covered} positions; expected all of {query.shape[0]} x {query.shape[2]}")
     heads = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     output: Tensor = _RowAttention.apply(*heads, [number for span in spans for number in span], scale)
     return output
@@ -135,7 +142,10 @@ def plan_workspace(query: Tensor, key: Tensor, spans: Sequence[int], is_backward
     after the other."""
     heads, key_heads, width = query.shape[1], key.shape[1], query.shape[-1]
     operations = count_operations(spans, heads, width, is_backward) // 2  # those above the diagonal are left out
-    threads = count_threads(len(spans) // 4 * key_heads, operations, THREAD_OPERATIONS)
+    parts = len(spans) // 4 * key_heads
+    if query.is_meta:  # a pack has more rows than are known, and may keep all threads busy
+        parts = max(parts, torch.get_num_threads())
+    threads = count_threads(parts, operations, THREAD_OPERATIONS)
     longest = max(end - start for start, end in zip(spans[1::4], spans[2::4], strict=True))
     count = library.get_kernels().ratchet_attention_workspace
     count.restype = ctypes.c_int64

@@ -87,6 +87,13 @@ static float reduce(Vector values, const Combine& combine) {
     return combine(swapped, __builtin_shuffle(swapped, (IntQuarter){1, 0, 3, 2}))[0];
 }
 
+// A product that is rounded before it is added. Otherwise, a compiler may choose which of two products it fuses with
+// their sum, and another compiler would compute other bits.
+static Vector rounded(Vector product) {
+    asm("" : "+x"(product));
+    return product;
+}
+
 static float sum(Vector values) {
     return reduce(values, [](auto a, auto b) { return a + b; });
 }
@@ -353,9 +360,9 @@ extern "C" void ratchet_attention(const Attention* task, int is_backward) {
     for (auto& other : others) other.join();
 }
 
-// Elementwise operators; counts and widths are multiples of LANES.
+// Elementwise operators; counts and widths are multiples of LANES, the width of rotated heads of 2 * LANES.
 
-static Vector sigmoid(Vector x) { return 1.0f / (1.0f + exponential(-x)); }
+static Vector sigmoid(Vector x) { return x < -88.0f ? Vector{} : 1.0f / (1.0f + exponential(-x)); }
 
 // silu(gate) * up, and its gradients.
 extern "C" void ratchet_gated_unit(const float* gate, const float* up, float* output, int64_t count, int64_t threads) {
@@ -404,7 +411,7 @@ extern "C" void ratchet_norm_backward(const float* gradient, const float* x, con
             const float share = -sum(products) * factor * factor * factor / width;
             for (long j = 0; j < width; j += LANES)
                 store(x_gradient + row * width + j,
-                      load(outer + j) * load(weight + j) * factor + load(values + j) * share);
+                      rounded(load(outer + j) * load(weight + j) * factor) + load(values + j) * share);
         }
     });
 }
@@ -426,7 +433,8 @@ extern "C" void ratchet_rotate(const Heads* x, const Heads* output, const float*
                 float* to = output->at(sequence, head, position);
                 for (long j = 0; j < half; j += LANES) {
                     const Vector low = load(from + j), high = load(from + half + j);
-                    const Vector low_cosine = low * load(cosine + j), high_cosine = high * load(cosine + half + j);
+                    const Vector low_cosine = rounded(low * load(cosine + j));
+                    const Vector high_cosine = rounded(high * load(cosine + half + j));
                     if (is_backward) {
                         store(to + j, low_cosine + high * load(sine + half + j));
                         store(to + half + j, high_cosine - low * load(sine + j));

@@ -57,6 +57,8 @@ class KernelLibrary:
     kernels: ctypes.CDLL | None
     text: str
     """Instructions of the kernels, such as `AVX512`, or why there are none."""
+    digest: str = ""
+    """SHA-256 of the library."""
 
     @property
     def is_available(self) -> bool:
@@ -78,7 +80,8 @@ def load_kernels() -> KernelLibrary:
             if (compiler := shutil.which(COMPILER)) is None:
                 return KernelLibrary(None, f"the compiler {COMPILER} is not installed")
             _compile([compiler, *flags], path)
-        return KernelLibrary(ctypes.CDLL(str(path)), capability)
+        digest = path.read_bytes()[-DIGEST_BYTES:].hex()
+        return KernelLibrary(ctypes.CDLL(str(path)), capability, digest)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         return KernelLibrary(None, f"{COMPILER} failed: {lines[0] if lines else error}")
@@ -105,11 +108,14 @@ def _digest(flags: tuple[str, ...]) -> str:
 
 def _compile(command: list[str], path: Path) -> None:
     """Compile the library. If this process is killed, or another compiles at the same time, no half of it is left."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compile-", dir=path.parent) as folder:
         built = Path(folder) / path.name
         subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=COMPILE_S)
-        library = built.read_bytes()
-        files.write_atomic(path, library + hashlib.sha256(library).digest())  # the loader ignores what follows
+        digest = hashlib.sha256(built.read_bytes()).digest()
+        with built.open("ab") as stream:
+            stream.write(digest)  # the loader ignores what follows the library
+        files.fsync(built)
+        built.replace(path)
 
 
 def _is_whole(path: Path) -> bool:

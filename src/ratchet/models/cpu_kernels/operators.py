@@ -5,6 +5,7 @@ with every number of threads.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch.autograd.function import once_differentiable
 from ratchet.models.cpu_kernels import library
 from ratchet.models.cpu_kernels.attention import make_like
 from ratchet.models.cpu_kernels.library import Heads, count_threads
+from ratchet.models.cpu_products import is_onednn_faster
 
 UNIT = 16
 """The width of a tensor must be a multiple of this."""
+MAX_ADDED_INNER = 128
+"""Products with more columns on the left are added by torch's kernel."""
 THREAD_ELEMENTS = 2**17
 """Elements of a tensor for which one more thread is started."""
 
@@ -85,15 +89,33 @@ def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor)
     return result
 
 
-def add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add the product of left [rows, inner] and right [inner, columns], for a small `inner`, to output [rows, columns],
-    and return the output."""
-    (rows, inner), columns = left.shape, right.shape[1]
-    inputs = left.contiguous(), right.contiguous()
-    _call(
-        "ratchet_add_product", *inputs, output, rows, inner, columns, parts=rows, elements=output.numel()
-    )  # fmt: skip
+def add_product(output: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """Add scale * left [rows, inner] @ right [inner, columns] to output [rows, columns], and return the output.
+
+    torch's kernel computes wide products, and all on CPUs where it uses the same instructions (`is_onednn_faster`). The
+    output shares no memory with left or right.
+    """
+    is_narrow = left.shape[-1] <= MAX_ADDED_INNER and left.dtype is right.dtype is torch.float32
+    if not (output.device.type == "cpu" and is_narrow and _is_added_faster() and is_suitable(output)):
+        return output.addmm_(left, right, alpha=scale)
+    torch.ops.ratchet.add_product(output, left if scale == 1 else left * scale, right)
     return output
+
+
+@functools.cache
+def _is_added_faster() -> bool:
+    return is_onednn_faster()
+
+
+def _add_product(output: Tensor, left: Tensor, right: Tensor) -> None:
+    (rows, inner), columns = left.shape, right.shape[1]
+    if output.shape != (rows, columns) or right.shape[0] != inner:
+        raise ValueError(f"the product of {[*left.shape]} and {[*right.shape]} cannot be added to {[*output.shape]}")
+    if not output.is_meta:
+        inputs = left.contiguous(), right.contiguous()
+        _call(
+            "ratchet_add_product", *inputs, output, rows, inner, columns, parts=rows, elements=output.numel()
+        )  # fmt: skip
 
 
 def rotate(original: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -147,6 +169,7 @@ library.define_operators(
         "gated_unit_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)": _gated_unit_backward,
         "norm(Tensor x, Tensor weight, float epsilon) -> (Tensor, Tensor)": _norm,
         "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor factors) -> Tensor": _norm_backward,
+        "add_product(Tensor(a!) output, Tensor left, Tensor right) -> ()": _add_product,
         "rotate(Tensor heads, Tensor cos, Tensor sin, bool is_backward) -> Tensor": _rotate,
     }
 )
