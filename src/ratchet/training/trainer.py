@@ -260,7 +260,8 @@ class TrainingLoop:
         if path is None:
             return
         for difference in checkpoint.list_environment_differences(path, identity):
-            reason = f" ({library.load_kernels().text})" if difference.startswith("kernels ") else ""
+            has_no_kernels = difference.startswith("kernels ") and not library.load_kernels().is_available
+            reason = f" ({library.load_kernels().text})" if has_no_kernels else ""
             self._notice(f"from here on not bit-exact: {difference}{reason}")
         snapshot = rollback_snapshot = checkpoint.read(path)
         rollback_step = snapshot.state.rollback_step
