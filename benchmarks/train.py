@@ -68,7 +68,7 @@ OF_PEAK = 0.40
 OF_MATMUL = {"AVX2": 0.85, "AVX512": 0.70}
 """Smallest accepted share of the rate of products, by torch's name for the CPU's instructions; for others .70."""
 LIMIT_ROUNDS = 3
-"""Smallest number of rounds of `limit`, whose share depends on what neighbours do to the machine's memory."""
+"""Smallest number of rounds of `limit`: its share varies with the memory bandwidth that other processes use."""
 START = 0.5
 """Largest accepted ratio to TRL's time from the command to the first step, on a CPU."""
 RATE_S = 4.0

@@ -210,7 +210,7 @@ def test_all_kernels_are_right_with_the_instructions_of_older_cpus(tmp_path: Pat
     assert "14 passed" in done.stdout
 
 
-# Elementwise operators.
+# Other operators.
 
 
 @needs_kernels

@@ -112,7 +112,8 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
 
     `auto` is bfloat16 on a GPU that supports it (NVIDIA: compute capability 8.0 or later), float16 on other GPUs, and
     float32 on a CPU. A CPU without bfloat16 instructions is half as fast in bfloat16 (measured on a model of 10M
-    parameters). CPU features are not tested, so that a run gives the same results on every CPU.
+    parameters). CPU features are not tested, so that a run has the same dtype on every CPU; results still
+    differ by rounding.
     """
     if setting != "auto":
         return _DTYPES[setting]

@@ -3,12 +3,13 @@
 Between its products, a decoder block mostly reads and writes memory. autograd runs one operator after the other over
 whole tensors, and keeps intermediate results for the backward pass. The functions of this module
 
-- compute elementwise operators in tiles that stay in the cache of a CPU core; a GPU computes whole tensors;
+- compute elementwise operators with Ratchet's kernels (`cpu_kernels`) if they are available, else in tiles that stay
+  in the cache of a CPU core; a GPU computes whole tensors;
 - keep their inputs, and compute intermediate results again;
 - add the two gradients of an adapted layer's input within the second product.
 
-They compute what the classes of transformers and peft compute: the same gradients up to rounding, and on one thread
-without kernels of our own (`cpu_kernels`) the same bits in the forward pass. They have no second derivatives.
+They compute what the classes of transformers and peft compute, up to rounding. Without Ratchet's kernels and on one
+thread, the forward pass has the same bits. They have no second derivatives.
 """
 
 import math
@@ -112,8 +113,8 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         if is_on_cpu(gate) and gate.shape == up.shape and operators.is_suitable(gate, up):
-            of_kernel: Tensor = torch.ops.ratchet.gated_unit(gate, up)
-            return of_kernel
+            kernel_output: Tensor = torch.ops.ratchet.gated_unit(gate, up)
+            return kernel_output
         output = gate.new_empty(gate.shape)
         gate_rows, up_rows, output_rows = (tensor.flatten(0, -2) for tensor in (gate, up, output))
         for tile in _divide(output_rows):
@@ -125,8 +126,8 @@ class _GatedUnit(torch.autograd.Function):  # type: ignore[misc]  # torch gives 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         if is_on_cpu(gate) and gate.shape == up.shape and operators.is_suitable(gate, up):
-            of_kernel: tuple[Tensor, Tensor] = torch.ops.ratchet.gated_unit_backward(gradient.contiguous(), gate, up)
-            return of_kernel
+            gradients: tuple[Tensor, Tensor] = torch.ops.ratchet.gated_unit_backward(gradient.contiguous(), gate, up)
+            return gradients
         gate_gradient, up_gradient = gate.new_empty(gate.shape), up.new_empty(up.shape)
         gate_rows, up_rows, gradient_rows = (tensor.flatten(0, -2) for tensor in (gate, up, gradient))
         gate_gradient_rows, up_gradient_rows = gate_gradient.flatten(0, -2), up_gradient.flatten(0, -2)
@@ -145,10 +146,10 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         if is_on_cpu(x) and weight.shape == x.shape[-1:] and operators.is_suitable(x, weight):
-            of_kernel: Tensor
-            of_kernel, of_rows = torch.ops.ratchet.norm(x, weight, epsilon)
-            ctx.save_for_backward(x, weight, of_rows)
-            return of_kernel
+            kernel_output: Tensor
+            kernel_output, row_factors = torch.ops.ratchet.norm(x, weight, epsilon)
+            ctx.save_for_backward(x, weight, row_factors)
+            return kernel_output
         output = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
         rows, output_rows = x.flatten(0, -2), output.flatten(0, -2)
         factors = rows.new_empty((rows.shape[0], 1), dtype=torch.float32)
@@ -164,7 +165,7 @@ class _RootMeanSquareNorm(torch.autograd.Function):  # type: ignore[misc]  # tor
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """With f the factor of a row, n its width and g = gradient * weight: f g - x f³ sum(g x) / n."""
         x, weight, factors = ctx.saved_tensors
-        if factors.dim() == 1:  # of the kernel
+        if factors.dim() == 1:  # the kernel returned factors [rows]; those of torch are [rows, 1]
             return torch.ops.ratchet.norm_backward(gradient.contiguous(), x, weight, factors), None, None
         x_gradient = x.new_empty(x.shape)
         rows, gradient_rows, x_gradient_rows = (tensor.flatten(0, -2) for tensor in (x, gradient, x_gradient))

@@ -1,8 +1,9 @@
-"""Lets attention on a CPU compute the rows of a pack one after the other, without a mask.
+"""Replaces attention and rotary embeddings of transformers' models on a CPU.
 
 transformers computes attention over the whole pack and masks other rows, so the time grows with the square of the
-pack's length. Row by row, it grows with the sum of the squares of the rows' lengths. Where there are own kernels
-(`models.cpu_kernels`), they compute packs and other batches.
+pack's length. Here each row is computed separately, without a mask, so it grows with the sum of the squares of the
+rows' lengths. Ratchet's kernels (`models.cpu_kernels`) compute the rows of packs and of padded batches. What they
+cannot compute is left to torch, row by row in packs.
 """
 
 import sys
@@ -37,7 +38,8 @@ BACKEND_ATTRIBUTE = "_supports_attention_backend"
 
 @contextmanager
 def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | None) -> Iterator[None]:
-    """Compute sdpa attention row by row inside this context, if the model runs on a CPU.
+    """Compute sdpa attention within rows inside this context, if the model runs on a CPU. Rotary embeddings use
+    Ratchet's kernel if the model's function has the same code as Llama's.
 
     This replaces transformers' functions in the whole process; run no other model meanwhile. Layers with a sliding
     window, an attention mask or an added mask function keep transformers' mask. Models that do not look up their
@@ -47,7 +49,8 @@ def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | N
     Args:
         model: the model, with or without adapter; its only inputs are token ids and position ids.
         input_ids: int64 [sequences, positions]; only the shape is read.
-        position_ids: the same, restarting at 0 in each row; None: each sequence is one row, and may end with padding.
+        position_ids: int64 [sequences, positions], restarting at 0 in each row; None: each sequence is one row, and may
+            end with padding.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     is_pack = position_ids is not None
@@ -75,7 +78,7 @@ def attend_within_rows(model: Model, input_ids: Tensor, position_ids: Tensor | N
 def _find_spans(shape: torch.Size, position_ids: Tensor | None) -> list[list[Span]]:
     """Return the spans of each sequence."""
     sequences, end = shape
-    if position_ids is None or position_ids.is_meta:  # meta: it has no contents
+    if position_ids is None or position_ids.is_meta:  # tensors on the meta device have no contents
         return [[(sequence, 0, end, True)] for sequence in range(sequences)]
     starts = [(positions == 0).nonzero().flatten().tolist() for positions in position_ids]
     return [
@@ -117,8 +120,8 @@ class _RowAttention:
     ) -> tuple[Tensor, None]:
         """Return attention [sequences, positions, heads, width] of heads [sequences, heads, positions, width]; row by
         row without a mask."""
-        has_own_kernel = attention_mask is None and self._has_own_kernel(module, query, key, value, options)
-        if has_own_kernel:
+        uses_kernel = attention_mask is None and self._can_use_kernel(module, query, key, value, options)
+        if uses_kernel:
             scale = options.get("scaling") or query.shape[-1] ** -0.5
             return attend(query, key, value, [span for spans in self.spans for span in spans], scale), None
         if attention_mask is not None or not self.is_pack:
@@ -139,7 +142,9 @@ class _RowAttention:
             sequences.append(torch.cat(outputs, dim=1))
         return torch.cat(sequences), None
 
-    def _has_own_kernel(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    def _can_use_kernel(self, module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+        """Return whether Ratchet's kernel can compute this call: whole inputs, causal, without dropout, bias, cache or
+        soft cap."""
         is_causal = options.get("is_causal")
         return (
             query.shape[::2] == self.shape

@@ -70,14 +70,19 @@ def describe_cpu_products() -> str:
         profiler.measure_product_flops_per_s(products, dtype, device) for dtype in (torch.float32, torch.bfloat16)
     )
     text = f"float32 {full / 1e9:,.0f} GFLOP/s, bfloat16 {half / 1e9:,.0f} GFLOP/s; `auto` is float32 on every CPU"
-    return text + ("; train.compute_dtype: bfloat16 is faster on this one" if half > USEFUL_GAIN * full else "")
+    return text + (
+        "; products are faster in bfloat16 (train.compute_dtype), but Ratchet's kernels compute only float32"
+        if half > USEFUL_GAIN * full
+        else ""
+    )
 
 
 def describe_cpu_kernels() -> str:
-    """Return whether this CPU uses Ratchet's own kernels, which are compiled by the first call."""
+    """Describe the kernels that this CPU uses in float32: Ratchet's own, or torch's and why. The first call compiles
+    them."""
     found = library.load_kernels()
     if found.is_available:
-        return f"Ratchet's own for attention, norms and gated units in float32 ({found.text})"
+        return f"Ratchet's own for attention, norms, gated units and rotary embeddings in float32 ({found.text})"
     return f"torch's only: {found.text}"
 
 

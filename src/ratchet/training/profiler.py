@@ -195,16 +195,16 @@ def _flop_formulas() -> dict[Any, Any]:
     def added_product(_: Shape, left: Shape, right: Shape, **__: Any) -> int:
         return 2 * math.prod(left) * right[-1]
 
-    def own_attention(query: Shape, _key: Shape, _value: Shape, spans: list[int], *_: Any, **__: Any) -> int:
+    def kernel_attention(query: Shape, _key: Shape, _value: Shape, spans: list[int], *_: Any, **__: Any) -> int:
         return count_operations(spans, query[1], query[3], is_backward=False)
 
-    def own_attention_backward(_: Shape, saved: list[Shape], spans: list[int], *__: Any, **___: Any) -> int:
+    def kernel_attention_backward(_: Shape, saved: list[Shape], spans: list[int], *__: Any, **___: Any) -> int:
         return count_operations(spans, saved[0][1], saved[0][3], is_backward=True)
 
     aten = torch.ops.aten
     return {
-        torch.ops.ratchet.attention: own_attention,
-        torch.ops.ratchet.attention_backward: own_attention_backward,
+        torch.ops.ratchet.attention: kernel_attention,
+        torch.ops.ratchet.attention_backward: kernel_attention_backward,
         torch.ops.bitsandbytes.gemm_4bit: product_4bit,
         aten.addmm_: added_product,
         torch.ops.ratchet.add_product: added_product,

@@ -68,7 +68,7 @@ MEMORY_ADVICE = (
     "set train.quantization: nf4, a smaller train.rank, train.optimizer: adamw_8bit, or a smaller base; with a teacher "
     "in memory, train.distill.quantization: nf4, or train.distill.mode: offline"
 )
-OF_MACHINE = ("device", "threads", "kernels")
+MAY_DIFFER_BETWEEN_RANKS = ("device", "threads", "kernels")
 """Entries of the environment that may differ between ranks."""
 SAMPLE_ROWS = 1000
 """Approximate number of training rows from which the share of trained tokens is estimated."""
@@ -196,7 +196,7 @@ def _build_context(attempt: _Attempt) -> TrainingContext:
     device = distributed.select_device(machine.device, rank_environment)
     ranks = RankGroup(rank_environment, device, lambda: heartbeat.beat("peers"), machine.peer_timeout_s)
     environment = _describe_environment(attempt, device, rank_environment.world_size)
-    shared_environment = {name: value for name, value in environment.items() if name not in OF_MACHINE}
+    shared_environment = {name: value for name, value in environment.items() if name not in MAY_DIFFER_BETWEEN_RANKS}
     distributed.require_consistent(ranks, {"run": spec.model_dump(mode="json"), "environment": shared_environment})
     monitor = MemoryMonitor(journal, device, machine.memory_warnings)
     base_model.verify_files(base_path, launch.base.files)

@@ -1,1 +1,1 @@
-"""Kernels in C++ for float32 on CPUs."""
+"""Kernels in C++ for CPUs: attention and other operators."""

@@ -1,8 +1,8 @@
 """Causal attention of rows in float32 on a CPU, by the kernels of `kernels.cpp`.
 
-torch's fused attention is slow on short rows: its products are small, and it computes all scores of a block. These
-kernels take less than half of its time (docs/evidence_speed.md). The result of a row is the same in every pack and with
-every number of threads.
+torch's fused attention is slow on CPUs: its products are small, and it computes all scores of a block of queries and
+keys, also those above the diagonal. These kernels are 1.8 to 2.7 times as fast (docs/evidence_speed.md). They compute
+the same bits for a row in every pack and with every number of threads.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from ratchet.models.cpu_kernels.library import Heads, count_threads
 WIDTH_UNIT, MAX_WIDTH = 16, 256
 """The width of a head must be a multiple of the first, and at most the second."""
 THREAD_OPERATIONS = 4_000_000
-"""Operations for which one more thread is started."""
+"""Smallest number of floating-point operations for each thread."""
 
 Span = tuple[int, int, int, bool]
 """Sequence, first position, end, and whether the positions are one row; otherwise each is a row of one token."""
@@ -42,7 +42,11 @@ class _Task(ctypes.Structure):
 
 def is_suitable(query: Tensor, key: Tensor, value: Tensor, rows: int) -> bool:
     """Return whether the kernels should compute attention of these heads [sequences, heads, positions, width], which
-    have this number of rows. torch's kernel is faster if it can use twice as many threads, because it divides a row."""
+    have this number of rows.
+
+    A thread of these kernels computes at least one row and one head of keys, while torch's also divide a row. So
+    torch's kernel is used if it can keep more than twice as many threads busy.
+    """
     width = query.shape[-1]
     return (
         2 * rows * key.shape[1] >= torch.get_num_threads()
@@ -72,11 +76,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], sca
     if (covered := sum(end - start for _, start, end, _ in spans)) != query.shape[0] * query.shape[2]:
         raise ValueError(f"rows have {covered} positions; expected all of {query.shape[0]} x {query.shape[2]}")
     heads = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
-    output: Tensor = _RowAttention.apply(*heads, [number for span in spans for number in span], scale)
+    output: Tensor = _CausalAttention.apply(*heads, [number for span in spans for number in span], scale)
     return output
 
 
-class _RowAttention(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
+class _CausalAttention(torch.autograd.Function):  # type: ignore[misc]  # torch gives it no type
     """softmax(scale query key^T) value of each row and head."""
 
     @staticmethod
@@ -107,7 +111,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, spans: list[int], scal
 def _attention_backward(
     gradient: Tensor, saved: list[Tensor], spans: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`saved`: queries, keys, values, output and logarithms of sums of the forward pass."""
+    """`saved`: queries, keys, values, output and log-sum-exp of the forward pass."""
     query, key, value, output, log_sums = saved
     results = make_like(query), make_like(key), make_like(value)
     inputs = (query, key, value, output.transpose(1, 2), gradient.transpose(1, 2))

@@ -4,7 +4,8 @@
 // Causal attention of rows: a unit of work is one row and one head of keys, with all heads of queries that share it.
 // It copies its keys and values into contiguous memory, and goes through the queries in blocks; the scores of a block,
 // BLOCK x keys, stay in a core's cache. Only scores up to the diagonal are computed. The backward pass computes them
-// again, and the weights from the logarithms of sums that the forward pass returned (Dao et al. 2022, arXiv 2205.14135).
+// again, and the attention weights from the log-sum-exp that the forward pass returned (Dao et al. 2022,
+// arXiv 2205.14135).
 
 #include <algorithm>
 #include <atomic>
@@ -22,13 +23,13 @@ constexpr int LANES = 16, ROWS = 12;  // a tile of a product is 12 x 32: 24 of 3
 constexpr int LANES = 8, ROWS = 6;  // 6 x 16: 12 of 16 registers
 #endif
 constexpr int COLUMNS = 2 * LANES;
-constexpr long BLOCK = 48;
+constexpr long BLOCK = 48;  // queries of a block; a multiple of ROWS
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef float UnalignedVector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 typedef int32_t IntVector __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef float Quarter __attribute__((vector_size(4 * sizeof(float))));
-typedef int32_t IntQuarter __attribute__((vector_size(4 * sizeof(int32_t))));
+typedef float Float4 __attribute__((vector_size(4 * sizeof(float))));
+typedef int32_t Int4 __attribute__((vector_size(4 * sizeof(int32_t))));
 
 static long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
@@ -63,7 +64,7 @@ struct Span {
 struct Attention {
     Heads query, key, value, output, gradient;  // gradient: that of the output
     Heads query_gradient, key_gradient, value_gradient;
-    float* log_sums;  // [sequences, heads, positions]
+    float* log_sums;  // log-sum-exp of the scaled scores of each query, [sequences, heads, positions]
     const Span* spans;
     float* workspace;  // [threads, workspace_floats]
     int64_t span_count, heads, key_heads, positions, width, workspace_floats, threads;
@@ -76,15 +77,15 @@ static void store(float* to, Vector values) { *reinterpret_cast<UnalignedVector*
 
 static Vector fill(float value) { return Vector{} + value; }
 
-// Combine all lanes: halves of the vector first, then halves of the half.
+// Combine all lanes: first the halves of the vector, then the halves of the result, down to one number.
 template <typename Combine>
 static float reduce(Vector values, const Combine& combine) {
-    Quarter parts[LANES / 4];
+    Float4 parts[LANES / 4];
     std::memcpy(parts, &values, sizeof(values));
     for (int half = LANES / 8; half > 0; half /= 2)
         for (int i = 0; i < half; i++) parts[i] = combine(parts[i], parts[i + half]);
-    const Quarter swapped = combine(parts[0], __builtin_shuffle(parts[0], (IntQuarter){2, 3, 0, 1}));
-    return combine(swapped, __builtin_shuffle(swapped, (IntQuarter){1, 0, 3, 2}))[0];
+    const Float4 swapped = combine(parts[0], __builtin_shuffle(parts[0], (Int4){2, 3, 0, 1}));
+    return combine(swapped, __builtin_shuffle(swapped, (Int4){1, 0, 3, 2}))[0];
 }
 
 // A product that is rounded before it is added. Otherwise, a compiler may choose which of two products it fuses with
@@ -236,8 +237,9 @@ static void attend(const Attention& task, const Span& span, long key_head, float
         }
 }
 
-// Replace the scores of a query by its weights, and the gradients of the weights by those of the scores times scale.
-// Both become zero after the query's own position, up to `end`.
+// Replace the scores of a query by its attention weights, and the gradients of the weights by those of the unscaled
+// scores. `log_sum` is the log-sum-exp of the scaled scores; `mean` is the sum of weight * gradient over the keys, computed
+// as the product of the output and its gradient. Both arrays become zero after the query's own position, up to `end`.
 static void differentiate(float* scores, float* gradients, long visible, long end, float scale, float log_sum,
                           float mean) {
     for (long j = 0; j < visible; j += LANES) {
@@ -360,7 +362,7 @@ extern "C" void ratchet_attention(const Attention* task, int is_backward) {
     for (auto& other : others) other.join();
 }
 
-// Elementwise operators; counts and widths are multiples of LANES, the width of rotated heads of 2 * LANES.
+// Other operators. Counts and widths are multiples of LANES; the width of rotated heads is a multiple of 2 * LANES.
 
 static Vector sigmoid(Vector x) { return x < -88.0f ? Vector{} : 1.0f / (1.0f + exponential(-x)); }
 

@@ -1,8 +1,8 @@
 """Compiles the kernels in `kernels.cpp` for this CPU, once per user, and loads them.
 
-They need a CPU with AVX2 or AVX-512, and the compiler g++; elsewhere torch's kernels compute. The library stays in
-`$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). Its name has a digest of source and flags, so it is
-compiled again if one of them changes.
+They need a CPU with AVX2 or AVX-512, and the compiler g++; elsewhere torch's kernels are used. The library stays in
+`$XDG_CACHE_HOME/ratchet/kernels` (`~/.cache/ratchet/kernels`). The file's name has a digest of the source, the flags
+and the version of the C library, so it is compiled again if one of them changes.
 """
 
 import ctypes
@@ -24,16 +24,18 @@ from torch import Tensor
 from ratchet.storage import digests, files
 
 SWITCH = "RATCHET_CPU_KERNELS"
-"""Environment variable. `0`: torch's kernels compute."""
+"""Environment variable; if it is `0`, torch's kernels are used."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILER = "g++"
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
+"""Flags for every CPU. `-ffp-contract=fast` lets the compiler use fused multiply-add."""
 FLAGS_OF_CAPABILITY = {
     "AVX2": ("-mavx2", "-mfma"),
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma"),
 }
 """The compiler's flags for each set of instructions, by torch's name (`torch.backends.cpu.get_cpu_capability`)."""
 DIGEST_BYTES = 32
+"""Bytes of the SHA-256 digest at the end of the file."""
 COMPILE_S = 120.0
 """Seconds after which the compiler is stopped."""
 
@@ -52,7 +54,7 @@ class Heads(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelLibrary:
-    """The kernels, or the reason why torch's compute."""
+    """The kernels, or the reason why torch's are used."""
 
     kernels: ctypes.CDLL | None
     text: str
@@ -101,8 +103,8 @@ def _make_folder() -> Path:
 
 
 def _digest(flags: tuple[str, ...]) -> str:
-    """Return the digest of what the library depends on. The compiler is left out: a newer one, or none, must not change
-    the bits that a training computes after it resumes."""
+    """Return the digest of what the library depends on. The compiler's version is left out: after an update or removal
+    of the compiler, a resumed training must compute the same bits."""
     return digests.hash_bytes(SOURCE.read_bytes() + " ".join((*flags, *platform.libc_ver())).encode())[:16]
 
 
@@ -129,7 +131,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def get_kernels() -> ctypes.CDLL:
-    """Return the kernels of a machine that has them."""
+    """Return the loaded kernels. Raises RuntimeError if there are none."""
     if (kernels := load_kernels().kernels) is None:
         raise RuntimeError(f"there are no kernels: {load_kernels().text}")
     return kernels
@@ -145,7 +147,10 @@ def define_operators(functions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def count_threads(parts: int, work: int, work_per_thread: int) -> int:
-    """Return the number of threads for work that can be divided into this many parts. The threads are started for each
-    call (10 us), so each must have enough work."""
+    """Return the number of threads for work that can be divided into this many parts.
+
+    `work` and `work_per_thread` have the same unit. Starting a thread takes 10 µs, so each must have at least
+    `work_per_thread`.
+    """
     threads: int = torch.get_num_threads()
     return max(1, min(threads, parts, work // work_per_thread))

@@ -1,7 +1,8 @@
-"""Gated units, norms and rotary embeddings in float32 on a CPU, by the kernels of `kernels.cpp`.
+"""Gated units, norms, rotary embeddings, and products that are added in place: float32 on a CPU, by the kernels of
+`kernels.cpp`.
 
-Each is one pass over memory, where torch needs several. The results differ from torch's by rounding, and are the same
-with every number of threads.
+Each of the first three is one pass over memory, where torch needs several. The results differ from torch's by rounding,
+and are the same with every number of threads.
 """
 
 import ctypes
@@ -92,8 +93,9 @@ def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, factors: Tensor)
 def add_product(output: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """Add scale * left [rows, inner] @ right [inner, columns] to output [rows, columns], and return the output.
 
-    torch's kernel computes wide products, and all on CPUs where it uses the same instructions (`is_onednn_faster`). The
-    output shares no memory with left or right.
+    torch's `addmm_` computes the product if inner exceeds MAX_ADDED_INNER. It computes all products on other CPUs than
+    AMD's with AVX-512, because only there torch's MKL lacks AVX-512 (`is_onednn_faster`). The output shares no memory
+    with left or right. Raises ValueError (the kernel) or RuntimeError (torch) if the shapes do not match.
     """
     is_narrow = left.shape[-1] <= MAX_ADDED_INNER and left.dtype is right.dtype is torch.float32
     if not (output.device.type == "cpu" and is_narrow and _is_added_faster() and is_suitable(output)):
