@@ -7,7 +7,6 @@ byte and the signature of a release are checked, and a test server answers from 
 Until then servers see no change.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from ratchet.registry.deployment.model_card import describe_forced
 from ratchet.registry.deployment.release import Deployment, DeploymentDirectory, PromotedModel, Release
 from ratchet.stages.project import Project
 from ratchet.storage import actors, files
-from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.layout import ProjectLayout, find_user_cache
 from ratchet.storage.records.base import Record
 from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Promotion, read_champion
@@ -118,8 +117,7 @@ def open_model_on_server(model_name: str | None, public_key: Path | None) -> Pro
             "--public-key FILE (in the project: `jq -j '.keys[0].public' .ratchet/keys.json > key.pem` writes it)"
         )
     keyring = keys.Keyring(keys=(keys.read_public_key(public_key),))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    layout = ProjectLayout(cache.absolute() / "ratchet" / "models" / settings.promote.model_name)
+    layout = ProjectLayout(find_user_cache() / "models" / settings.promote.model_name)
     files.make_directory(layout.keyring.parent)
     keyring.save(layout.keyring)
     return Project.from_parts(layout, settings)

@@ -22,6 +22,13 @@ QUEUE_WORKSPACES = Path("experiments", "queue")
 """Directory of the workspaces of jobs in a project (stages/work.py)."""
 
 
+def find_user_cache() -> Path:
+    """Return Ratchet's folder for what can be made again: `$XDG_CACHE_HOME/ratchet`, by default `~/.cache/ratchet`.
+    Raises RuntimeError if the user has no home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache.absolute() / "ratchet"
+
+
 class ProjectLayout:
     """Paths of a project. `root` is absolute and contains params.yaml and dvc.yaml.
 

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -33,19 +32,30 @@ typedef int32_t Int4 __attribute__((vector_size(4 * sizeof(int32_t))));
 
 static long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
-// Run work(first, end) for parts of the range [0, count), one in each thread. Parts are multiples of `unit`.
+// Run work(unit, thread) for each unit of [0, count). Each thread takes the next unit, so fewer threads do all units too.
+template <typename Work>
+static void share(long count, long threads, const Work& work) {
+    std::atomic<long> next{0};
+    const auto take_units = [&](long thread) {
+        for (long unit = next++; unit < count; unit = next++) work(unit, thread);
+    };
+    std::vector<std::thread> others;
+    try {
+        for (long thread = 1; thread < threads; thread++) others.emplace_back(take_units, thread);
+    } catch (const std::system_error&) {
+        // the system allows no more threads
+    }
+    take_units(0);
+    for (auto& other : others) other.join();
+}
+
+// Run work(first, end) for one part of the range [0, count) in each thread. Parts begin at multiples of `unit`.
 template <typename Work>
 static void divide(long count, long unit, long threads, const Work& work) {
     const long part = round_up((count + threads - 1) / threads, unit);
-    std::vector<std::thread> others;
-    long first = 0;
-    try {
-        for (; first + part < count; first += part) others.emplace_back(work, first, first + part);
-    } catch (const std::system_error&) {
-        // the system allows no more threads: this one computes the rest
-    }
-    work(first, count);
-    for (auto& other : others) other.join();
+    share(threads, threads, [&](long number, long) {
+        if (number * part < count) work(number * part, std::min(count, (number + 1) * part));
+    });
 }
 
 // Heads [sequences, heads, positions, width] of float32, contiguous in width. Strides count elements.
@@ -329,18 +339,6 @@ static void attend_to_itself_backward(const Attention& task, const Span& span, l
     }
 }
 
-static void work(const Attention& task, bool is_backward, std::atomic<long>& next, float* workspace) {
-    const long units = task.span_count * task.key_heads;
-    for (long unit = next++; unit < units; unit = next++) {
-        const Span& span = task.spans[unit / task.key_heads];
-        const long key_head = unit % task.key_heads;
-        if (span.is_row)
-            (is_backward ? attend_backward : attend)(task, span, key_head, workspace);
-        else
-            (is_backward ? attend_to_itself_backward : attend_to_itself)(task, span, key_head);
-    }
-}
-
 // Floats that a thread needs for rows of up to `longest` positions.
 extern "C" int64_t ratchet_attention_workspace(int64_t longest, int64_t width, int is_backward) {
     const long scores = round_up(longest, COLUMNS);
@@ -349,17 +347,15 @@ extern "C" int64_t ratchet_attention_workspace(int64_t longest, int64_t width, i
 }
 
 extern "C" void ratchet_attention(const Attention* task, int is_backward) {
-    std::atomic<long> next{0};
-    std::vector<std::thread> others;
-    try {
-        for (long i = 1; i < task->threads; i++)
-            others.emplace_back(work, std::cref(*task), is_backward, std::ref(next),
-                                task->workspace + i * task->workspace_floats);
-    } catch (const std::system_error&) {
-        // the system allows no more threads: the others do all the work
-    }
-    work(*task, is_backward, next, task->workspace);
-    for (auto& other : others) other.join();
+    share(task->span_count * task->key_heads, task->threads, [=](long unit, long thread) {
+        const Span& span = task->spans[unit / task->key_heads];
+        const long key_head = unit % task->key_heads;
+        float* workspace = task->workspace + thread * task->workspace_floats;
+        if (span.is_row)
+            (is_backward ? attend_backward : attend)(*task, span, key_head, workspace);
+        else
+            (is_backward ? attend_to_itself_backward : attend_to_itself)(*task, span, key_head);
+    });
 }
 
 // Other operators. Counts and widths are multiples of LANES; the width of rotated heads is a multiple of 2 * LANES.

@@ -7,7 +7,6 @@ and the version of the C library, so it is compiled again if one of them changes
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ratchet.storage import digests, files
+from ratchet.storage.layout import find_user_cache
 
 SWITCH = "RATCHET_CPU_KERNELS"
 """Environment variable; if it is `0`, torch's kernels are used."""
@@ -34,8 +34,8 @@ FLAGS_OF_CAPABILITY = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma"),
 }
 """The compiler's flags for each set of instructions, by torch's name (`torch.backends.cpu.get_cpu_capability`)."""
-DIGEST_BYTES = 32
-"""Bytes of the SHA-256 digest at the end of the file."""
+DIGEST_BYTES = 64
+"""Bytes of the SHA-256 digest at the end of the file, in hexadecimal."""
 COMPILE_S = 120.0
 """Seconds after which the compiler is stopped."""
 
@@ -78,11 +78,10 @@ def load_kernels() -> KernelLibrary:
     flags = (*FLAGS, *FLAGS_OF_CAPABILITY[capability])
     try:
         path = _make_folder() / f"kernels-{_digest(flags)}.so"
-        if not _is_whole(path):
+        if (digest := _read_digest(path)) is None:
             if (compiler := shutil.which(COMPILER)) is None:
                 return KernelLibrary(None, f"the compiler {COMPILER} is not installed")
-            _compile([compiler, *flags], path)
-        digest = path.read_bytes()[-DIGEST_BYTES:].hex()
+            digest = _compile([compiler, *flags], path)
         return KernelLibrary(ctypes.CDLL(str(path)), capability, digest)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
@@ -93,8 +92,7 @@ def load_kernels() -> KernelLibrary:
 
 def _make_folder() -> Path:
     """Return the folder of compiled libraries. Raises PermissionError if another user could put a library there."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache.absolute() / "ratchet" / "kernels"
+    folder = find_user_cache() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -108,26 +106,29 @@ def _digest(flags: tuple[str, ...]) -> str:
     return digests.hash_bytes(SOURCE.read_bytes() + " ".join((*flags, *platform.libc_ver())).encode())[:16]
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Compile the library. If this process is killed, or another compiles at the same time, no half of it is left."""
+def _compile(command: list[str], path: Path) -> str:
+    """Compile the library and return its digest. If this process is killed, or another compiles at the same time, no
+    half of it is left."""
     with tempfile.TemporaryDirectory(prefix="compile-", dir=path.parent) as folder:
         built = Path(folder) / path.name
         subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=COMPILE_S)
-        digest = hashlib.sha256(built.read_bytes()).digest()
-        with built.open("ab") as stream:
+        digest = digests.hash_file(built)
+        with built.open("a", encoding="ascii") as stream:
             stream.write(digest)  # the loader ignores what follows the library
         files.fsync(built)
         built.replace(path)
+    return digest
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether the library exists with the digest at its end. To load a damaged one could kill this process."""
+def _read_digest(path: Path) -> str | None:
+    """Return the digest of a library that is as it was compiled; else None. To load a damaged one could kill this
+    process."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return False
-    library, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    return hashlib.sha256(library).digest() == digest
+        return None
+    digest = digests.hash_bytes(content[:-DIGEST_BYTES])
+    return digest if content[-DIGEST_BYTES:] == digest.encode() else None
 
 
 def get_kernels() -> ctypes.CDLL:

@@ -38,7 +38,7 @@ def is_suitable(*tensors: Tensor) -> bool:
 
 
 def _call(name: str, *arguments: Tensor | Heads | int | float, parts: int, elements: int) -> None:
-    """Call a kernel, whose last argument is the number of threads."""
+    """Call a kernel. Its last argument is the number of threads."""
     given = [_convert(argument) for argument in arguments]
     threads = count_threads(parts, elements, THREAD_ELEMENTS)
     getattr(library.get_kernels(), name)(*given, ctypes.c_int64(threads))
