@@ -183,6 +183,18 @@ def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(pro
     assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 4}
 
 
+def test_a_value_that_the_base_cannot_have_is_infeasible(project: ProjectLayout) -> None:
+    space = {"train.target_modules": SweepParameter(choices=("no_such_layer", "all"))}
+    chosen = tiny_sweep.settings(space=space, trials=2, max_repeated_failures=1, pruner=PrunerSettings(kind="none"))
+    tiny_project.save(project, chosen)
+    done = tiny_project.ratchet(project, "sweep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_value = {trial.values["train.target_modules"]: trial for trial in tiny_sweep.report(project).trials}
+    assert by_value["all"].state == "complete"
+    refused = by_value["no_such_layer"]
+    assert (refused.state, refused.cause, set(refused.constraints)) == ("infeasible", "data", {"settings"})
+
+
 def test_objectives_may_be_several_and_ask_for_answers(project: ProjectLayout) -> None:
     aims = (ObjectiveSettings(metric="accuracy"), ObjectiveSettings(metric="adapter_bytes"))
     chosen = tiny_sweep.settings(objectives=aims, trials=2, pruner=PrunerSettings(kind="none"), generation_rows=12)

@@ -80,14 +80,15 @@ def test_a_run_in_a_group_equals_the_run_alone_up_to_rounding(
     layout = copy("project")
     together = group_cases.train_together(layout, VARIANTS, tmp_path / "g")
     assert "not in those of the other runs" not in str([group_cases.events_text(paths) for paths in together])
-    first = group_cases.train_alone(layout, VARIANTS[0])
+    processes = [group_cases.train_alone(layout, variant) for variant in VARIANTS[:2]]  # with and without dropout
     # A group of one run computes as a process of its own, and starts sooner.
     with members(copy("single"), VARIANTS) as runs:
         for number, run in enumerate(runs):
             assert group_cases.train_in_threads([run], tmp_path / f"{number}.json") == [0]
-        assert group_cases.adapter(runs[0].paths).keys() == group_cases.adapter(first).keys()
-        assert group_cases.validation_losses(runs[0].paths) == group_cases.validation_losses(first)
-        for alone, grouped in zip([first, *(run.paths for run in runs[1:])], together, strict=True):
+        for run, alone in zip(runs, processes, strict=False):
+            assert group_cases.adapter(run.paths).keys() == group_cases.adapter(alone).keys()
+            assert group_cases.validation_losses(run.paths) == group_cases.validation_losses(alone)
+        for alone, grouped in zip([*processes, *(run.paths for run in runs[2:])], together, strict=True):
             losses = group_cases.validation_losses(alone)
             assert group_cases.validation_losses(grouped) == pytest.approx(losses, rel=TOLERANCE)
             expected, found = group_cases.adapter(alone), group_cases.adapter(grouped)

@@ -83,6 +83,11 @@ class SweepParameter(Section):
     )
     """Search this setting only if other settings have these values (one or a list); else use that of params.yaml."""
 
+    @property
+    def has_one_value(self) -> bool:
+        """Whether all trials have the same value, if the parameter is not tied to another one."""
+        return len(self.choices) == 1 or (self.low is not None and self.low == self.high)
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "SweepParameter":
         kinds = [self.low is not None or self.high is not None, bool(self.choices), self.tie is not None]

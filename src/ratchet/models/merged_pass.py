@@ -97,11 +97,7 @@ class MergedModel:
     """Adapted layers, by the name of the base's module."""
 
     def __post_init__(self) -> None:
-        layers = dict(adapted_layers(self.model))
-        object.__setattr__(self, "layers", layers)
-        for layer in layers.values():
-            module = layer.get_base_layer()
-            module.forward = _BaseOutput(module)
+        object.__setattr__(self, "layers", dict(adapted_layers(self.model)))
 
     @property
     def has_dropout(self) -> bool:
@@ -117,7 +113,8 @@ class MergedModel:
         """Return the output of an adapted layer, whose base layer has this output already."""
         module = layer.get_base_layer()
         # peft adds AdaLoRA's update in place, which would change what the other layers have saved for their gradients.
-        module.forward.value = base_output.clone() if isinstance(layer, AdaLoraLayer) else base_output
+        value = base_output.clone() if isinstance(layer, AdaLoraLayer) else base_output
+        module.forward = lambda *_, **__: value
         try:
             if _has_dropout(layer):
                 with self.random.use():
@@ -125,21 +122,7 @@ class MergedModel:
             else:
                 output = layer(inputs)
         finally:
-            module.forward.value = None
-        return output
-
-
-class _BaseOutput:
-    """The forward function of a linear layer of a base: it returns `value`, if that is set, instead of computing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.value: Tensor | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.value is not None:
-            return self.value
-        output: Tensor = type(self._module).forward(self._module, *args, **kwargs)
+            del module.forward  # alone, the layer computes as in a model that takes part in no pass
         return output
 
 

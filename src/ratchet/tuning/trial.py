@@ -7,14 +7,14 @@ cost, cause of a failure) is read from the run directory.
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from ratchet.config.settings import Settings
-from ratchet.config.sweep import ObjectiveSettings
+from ratchet.config.sweep import ObjectiveSettings, SweepParameter
 from ratchet.errors import (
     DataError,
     InputError,
@@ -268,7 +268,7 @@ def run_trial(
         except Exception as error:  # a trial may fail in any way, and other trials must continue
             if not isinstance(error, RatchetError | OSError):
                 traceback.print_exception(error)
-            outcome = _failed_trial(callback, paths, error)
+            outcome = _failed_trial(callback, paths, error, task.settings.sweep.space)
     if callback.is_lost:
         raise TrialLeaseLostError(f"trial {number}: another worker has taken it over")
     wait_s, check_stop = launch.machine.storage_timeout_s, partial(raise_if_requested, stop)
@@ -318,16 +318,25 @@ def _ended_trial(callback: TrialRunCallback, paths: RunPaths, **fields: Any) -> 
     return callback.trial.model_copy(update=result | fields)
 
 
-def _failed_trial(callback: TrialRunCallback, paths: RunPaths, error: Exception) -> Trial:
-    """Return the trial with the failure in the journal, or else with the error itself."""
+def _failed_trial(
+    callback: TrialRunCallback, paths: RunPaths, error: Exception, space: Mapping[str, SweepParameter]
+) -> Trial:
+    """Return the trial with the failure in the journal, or else with the error itself.
+
+    It is infeasible if other trials may succeed with other values: a limit was exceeded, or the base cannot have a
+    value, such as this rank. With a parameter that has only one value, every trial would fail.
+    """
     summary = read_run_summary(paths)
     cause: FailureClass = "storage" if isinstance(error, OSError) else "bug"
     if type(error) in SUPERVISOR_ERRORS and summary.cause is not None:
         cause = summary.cause
     constraints = summary.constraints if cause == summary.cause else {}
     text = summary.text if cause == summary.cause and summary.text else f"{type(error).__name__}: {error}"
-    if cause == "data" and any(text.startswith(f"{name}: ") for name in callback.trial.values):
-        constraints = {"settings": UNKNOWN}  # the base cannot have a value of the trial, such as this rank
+    varied = [
+        name for name, parameter in space.items() if name in callback.trial.values and not parameter.has_one_value
+    ]
+    if cause == "data" and any(text.startswith(f"{name}: ") for name in varied):
+        constraints = {"settings": UNKNOWN}
     state = "infeasible" if constraints else "failed"
     return _ended_trial(callback, paths, state=state, constraints=constraints, cause=cause, reason=text)
 
