@@ -186,10 +186,21 @@ def test_without_a_base_the_message_names_the_flag(project: ProjectLayout, tmp_p
         verb.forecast(None, Settings(), replace(ON_GPU, base=tmp_path))
 
 
-@pytest.mark.parametrize("option", ["rows", "tokens", "memory_bytes", "ranks"])
-def test_numbers_below_one_are_refused(config: Path, option: str) -> None:
-    with pytest.raises(SettingsError, match=r"found 0; expected 1 or more"):
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [("rows", "1 to 10,000"), ("tokens", "1 to 10,000,000"), ("memory_bytes", "1 or more"), ("ranks", "1 to 10,000")],
+)
+def test_numbers_out_of_range_are_refused(config: Path, option: str, expected: str) -> None:
+    with pytest.raises(SettingsError, match=rf"found 0; expected {expected}$"):
         asked(config, **{option: 0})
+    if option != "memory_bytes":
+        with pytest.raises(SettingsError, match=rf"found 1,000,000,000; expected {expected}$"):
+            asked(config, **{option: 10**9})
+
+
+def test_a_micro_batch_that_no_machine_could_hold_is_refused(config: Path) -> None:
+    with pytest.raises(SettingsError, match=r"10,000 rows of 1,000,000 tokens: .* has 10,000,000,000 tokens; .*--rows"):
+        asked(config, rows=10_000, tokens=1_000_000)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ from ratchet.training import microbatch_budget
 
 ACCURACY = "`python benchmarks/memory.py` compares such forecasts with measured training runs."
 
+MAX_ROWS, MAX_TOKENS, MAX_RANKS = 10_000, 10_000_000, 10_000
+"""Greatest values of options. With much larger ones, sizes overflow and lists of rows fill the memory."""
+MAX_POSITIONS = 10**9
+"""Greatest number of tokens in a micro-batch; its forecast takes seconds."""
+
 
 @dataclass(frozen=True)
 class ForecastOptions:
@@ -96,11 +101,13 @@ def forecast(
         BaseModelError: the base's configuration cannot be read.
     """
     numbers = {
-        "--rows": options.rows, "--tokens": options.tokens, "--memory": options.memory_bytes, "--ranks": options.ranks,
+        "--rows": (options.rows, MAX_ROWS), "--tokens": (options.tokens, MAX_TOKENS),
+        "--memory": (options.memory_bytes, None), "--ranks": (options.ranks, MAX_RANKS),
     }  # fmt: skip
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise SettingsError(f"{name}: found {value}; expected 1 or more")
+    for name, (value, greatest) in numbers.items():
+        if value is not None and (value < 1 or value > (greatest or value)):
+            expected = "1 or more" if greatest is None else f"1 to {greatest:,}"
+            raise SettingsError(f"{name}: found {value:,}; expected {expected}")
     report = _compute_forecast(layout, settings, options)
     if options.html is not None:
         headroom = None
@@ -203,6 +210,11 @@ def _largest_workload(
     if options.rows is not None:
         work = replace(work, rows=options.rows)
     share = work.learned_tokens / work.row_tokens
+    if (positions := work.rows * (options.tokens or work.row_tokens)) > MAX_POSITIONS:
+        raise SettingsError(
+            f"{work.rows:,} rows of {options.tokens or work.row_tokens:,} tokens: a micro-batch has {positions:,} "
+            f"tokens; expected at most {MAX_POSITIONS:,} (--rows or machine.micro_batch_size, and --tokens)"
+        )
     if options.tokens is not None:
         learned = max(1, round(share * options.tokens))
         work = replace(
