@@ -55,4 +55,11 @@ def format_selection(result: "SelectResult") -> str:
     if card.without_reference:
         effect = "their answers were not compared with one" if card.pairs is None else "they have no pairs"
         lines.append(f"  prompts without a reference: {card.without_reference:,}; {effect}")
+    reward = card.spec.select.reward
+    has_reward, uses_scores = reward.command or reward.function, reward.select_best or reward.min_score is not None
+    if has_reward and not uses_scores and card.pairs is None:
+        lines.append(
+            "  note: the scores of select.reward are in the rows, but chose none of them; set min_score or select_best "
+            "there, or use --pairs"
+        )
     return "\n".join([*lines, f"  {result.output}"])

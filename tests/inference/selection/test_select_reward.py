@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import fake_generations as made
+from ratchet.cli.select_answers import format_selection
 from ratchet.errors import SettingsError
 from ratchet.stages.project import Project
-from ratchet.stages.select_answers import select
+from ratchet.stages.select_answers import SelectResult, select
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.output_card import card_path
@@ -75,6 +76,20 @@ def test_a_program_may_write_wide_lines_for_many_answers(scored: Scored) -> None
 def test_the_best_answer_by_score_is_selected(scored: Scored) -> None:
     rows = scored(BY_LENGTH, select_best=True)
     assert [row["messages"][-1]["content"] for row in rows] == ["q0!!", "q1!!", "q2!!"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_noted"), [({}, True), ({"select_best": True}, False), ({"min_score": 1}, False)]
+)
+def test_scores_that_chose_no_answer_are_noted(
+    scored: Scored, layout: ProjectLayout, options: dict[str, Any], is_noted: bool
+) -> None:
+    scored(BY_LENGTH, **options)
+    output = layout.raw / "distilled.jsonl"
+    text = format_selection(
+        SelectResult(output=output, card=SelectionCard.load(card_path(output)), was_written_before=False)
+    )
+    assert ("set min_score or select_best there, or use --pairs" in text) == is_noted
 
 
 def test_the_program_gets_requests_without_secrets(
