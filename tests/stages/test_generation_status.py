@@ -2,6 +2,8 @@
 
 import io
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from ratchet.cli.status import format_status
 from ratchet.config.machine import Machine
 from ratchet.console.callback import ConsoleCallback
 from ratchet.errors import DataError, LockHeldError, SettingsError
+from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import JournalEvent
 from ratchet.stages.reset import reset
 from ratchet.stages.status import status
@@ -71,6 +74,19 @@ def test_status_and_journal_of_a_generation(done: Generation) -> None:
         assert f"generation {name}: " in format_status(status(done.layout))  # a running generation
     with pytest.raises(DataError, match=r"matches no run in .*/runs and .*/generations; found: "):
         status(done.layout, "zzz")
+
+
+def test_status_shows_a_killed_generation_until_a_newer_training(done: Generation) -> None:
+    training = lay(done.layout, Training(seed=1, done=40))
+    assert [run.run_id for run in status(done.layout).runs] == [training], "the generation is finished"
+    paths = RunPaths(done.paths.root)
+    shutil.rmtree(paths.result)
+    lines = paths.journal.read_bytes().splitlines(keepends=True)
+    paths.journal.write_bytes(b"".join(lines[: len(lines) // 2]))
+    report = status(done.layout)
+    assert [(run.run_id, run.state) for run in report.runs[1:]] == [(done.spec.run_id, "not_running")]
+    newer = lay(done.layout, Training(seed=2, done=40, begun=time.time() + 3600))
+    assert [run.run_id for run in status(done.layout).runs] == [newer]
 
 
 def test_watch_shows_generations_and_trainings(done: Generation) -> None:

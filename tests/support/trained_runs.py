@@ -42,6 +42,8 @@ class Training:
     """Step and loss of a loss spike."""
     word: str = "killed by signal 9"
     """Reason that is recorded for each death."""
+    begun: float = BEGUN
+    """Time of the first event, in seconds since 1970."""
 
     @property
     def spec(self) -> RunSpec:
@@ -75,7 +77,7 @@ def events(one: Training) -> Iterator[JournalEvent]:
         end = places[attempt][0] if attempt < len(places) else one.last
 
         def said(kind: str, attempt: int = attempt, **data: Any) -> JournalEvent:
-            return JournalEvent(kind, BEGUN + data.get("step", 0) * STEP_S, attempt, data)
+            return JournalEvent(kind, one.begun + data.get("step", 0) * STEP_S, attempt, data)
 
         yield said("attempt_started", pid=1, code_version="0.1.0+c0de")
         yield said(

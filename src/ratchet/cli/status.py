@@ -16,7 +16,7 @@ HELP = "show the progress of a training or generation"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", metavar="RUN",
-        help="run id, or its first characters (default: the latest training and all running generations)",
+        help="run id, or its first characters (default: the latest training, and generations that run or were killed)",
     )  # fmt: skip
     parser.add_argument(
         "--replica", nargs="?", const=True, metavar="URL",

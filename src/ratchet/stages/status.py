@@ -91,8 +91,8 @@ def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
 
     Args:
         layout: the project.
-        run: id, or its first characters. None: the latest training and all running generations; if nothing was
-            trained, the latest generation.
+        run: id, or its first characters. None: the latest training, all running generations, and the latest generation
+            if it is unfinished and newer than the training; if nothing was trained, the latest generation.
 
     Raises:
         DataError: no run has this id, or several do.
@@ -103,8 +103,9 @@ def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
     else:
         latest = directory.find_newest_run(layout.runs)
         generations = [paths for paths in directory.list_runs(layout.generations) if paths.lock().is_held()]
-        if latest is None and not generations and (last := directory.find_newest_run(layout.generations)):
-            generations = [last]
+        if not generations and (last := directory.find_newest_run(layout.generations)):
+            is_newest = latest is None or directory.recency(last) > directory.recency(latest)
+            generations = [last] if latest is None or (is_newest and not last.is_finished()) else []
         chosen = [*([] if latest is None else [latest]), *generations]
     return StatusReport(runs=tuple(map(read_run_status, chosen)), champion=read_champion(layout.champion).champion)
 
