@@ -344,6 +344,33 @@ def test_at_least_follows_the_direction_of_the_metric(name: str, scores: Values,
     assert ("must be at most" in one.text) is (name != "f1")
 
 
+@pytest.mark.parametrize(
+    ("count", "n", "value", "found"),
+    [
+        (40, 200, 0.26, "pass"), (40, 200, 0.24, "undecided"), (40, 200, 0.16, "undecided"), (40, 200, 0.15, "fail"),
+        (0, 20, 0.1, "undecided"), (0, 20, 0.12, "pass"), (1, 20, 0.12, "undecided"),
+    ],
+)  # fmt: skip
+def test_a_maximum_of_a_rate_is_decided_by_wilsons_bounds(count: int, n: int, value: float, found: str) -> None:
+    # The bounds of 40 of 200 are 0.158 and 0.250; the upper one of 0 of 20 is 0.119, 95 % one-sided.
+    rule = AtLeastRule(rule="at_least", metric="error_rate", value=value)
+    one = reason(rule, evidence({"candidate": {"error_rate": right(count, n)}}))
+    assert one.outcome == found
+    assert "must be at most" in one.text
+
+
+@pytest.mark.parametrize(
+    ("score", "n", "value", "found"),
+    [(0.9, 20, 0.77, "pass"), (0.9, 20, 0.78, "undecided"), (0.5, 20, 0.43, "pass"), (0.5, 20, 0.58, "fail"),
+     (0.5, 20, 0.56, "undecided")],
+)  # fmt: skip
+def test_equal_scores_prove_no_more_than_their_number(score: float, n: int, value: float, found: str) -> None:
+    # The exact upper bound of 0 of 20 is 0.139: so many other scores, all 0 or all 1, may not have been drawn.
+    scores = {f"s{k}": score for k in range(n)}
+    rule = AtLeastRule(rule="at_least", metric="overlap", value=value)
+    assert reason(rule, evidence({"candidate": {"overlap": scores}})).outcome == found
+
+
 @pytest.mark.parametrize(("name", "value"), [("accuracy", 60), ("accuracy", -0.1), ("answer_perplexity", 0)])
 def test_a_floor_that_no_figure_can_have_is_invalid(name: str, value: float) -> None:
     rule = AtLeastRule(rule="at_least", metric=name, value=value)

@@ -15,6 +15,7 @@ from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records import base
 from ratchet.storage.records.evaluation import (
     ROWS,
+    SHARE,
     EvaluationNoise,
     EvaluationReport,
     InferenceCost,
@@ -94,6 +95,10 @@ def metric(name: str, scores: Values) -> MetricValue:
         better, unit, kind, mean = "lower", "1", "perplexity", math.exp(mean / TOKENS)
     elif name.endswith("f1"):
         unit = "mean of samples"
+    elif name.endswith("rate"):
+        better = "lower"
+    elif name.endswith("overlap"):
+        unit = SHARE
     return MetricValue.model_validate(
         {"value": mean, "n": len(scores), "low": mean - 0.05, "high": mean + 0.05, "better": better, "unit": unit,
          "kind": kind, "chance": 0.25 if name == "accuracy" else None}

@@ -409,18 +409,27 @@ class _ThresholdComparison:
 def _compare_with_value(
     context: RuleContext, role: ModelRole, name: str, value: float, plan: PairedTestPlan
 ) -> _ThresholdComparison:
-    """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant."""
+    """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant.
+
+    Scores that are all equal have no spread to test with, so their bounds allow for other scores that were not drawn.
+    """
     metric, samples = evidence.select_scores(context.evidence, role, name)
     pairs = pair_with_itself(context, name, metric, samples)
     if is_share(metric) and not 0 <= value <= 1:
         raise IncomparableError(f"{name} is a proportion: found {value:g}, expected 0 to 1; write 0.9 for 90 %")
     if metric.kind == "perplexity" and value <= 0:
         raise IncomparableError(f"{name} is a perplexity: found {value:g}, expected a positive number")
-    if is_binary(pairs) and metric.better == "higher" and pairs.planned is None:
-        n = count_independent_samples(pairs)
-        low, high = statistics.wilson_bounds(math.fsum(pairs.new) / len(pairs.new) * n, n, plan.confidence)
-        differences = (low - value, high - value)
-        bounds = (low, high)
+    n = count_independent_samples(pairs)
+    is_constant = pairs.limit is not None and len(set(pairs.new)) == 1
+    if pairs.planned is None and (is_binary(pairs) or is_constant):
+        if is_binary(pairs):
+            ends = statistics.wilson_bounds(math.fsum(pairs.new) / len(pairs.new) * n, n, plan.confidence)
+        else:
+            ends = statistics.bound_equal_scores(pairs.new[0], pairs.limit or 0.0, n, plan.confidence)
+        low, high = ends
+        bounds, differences = (low, high), (low - value, high - value)
+        if metric.better == "lower":
+            bounds, differences = (high, low), (value - high, value - low)
     else:
         constant = (
             [tokens * math.log(value) for tokens in pairs.weights]  # Nats of each sample at this perplexity.

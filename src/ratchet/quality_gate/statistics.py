@@ -56,6 +56,17 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
+def bound_equal_scores(score: float, largest: float, n: int, confidence: float) -> tuple[float, float]:
+    """Compute one-sided bounds of a mean, of whose scores from 0 to `largest` n independent ones were all `score`.
+
+    Other scores may make up a share of 1 - (1 - confidence)^(1/n), the bound of Clopper and Pearson for a rate without
+    a failure. The bounds are the means if these are all 0, or all `largest`. Raises ValueError as
+    `clopper_pearson_bounds`.
+    """
+    _, share = clopper_pearson_bounds(0, n, confidence)
+    return score * (1 - share), score + (largest - score) * share
+
+
 def clopper_pearson_bounds(failures: int, n: int, confidence: float) -> tuple[float, float]:
     """Compute exact one-sided bounds of a rate from `failures` in `n` independent samples.
 
