@@ -204,6 +204,8 @@ def test_a_source_with_a_split_replaces_the_fraction_of_that_split() -> None:
     ("split", "fields", "words"),
     [
         (SplitSettings(group="user"), {}, "no field 'user' (prepare.split.group)"),
+        (SplitSettings(group="user"), {"user": " "}, "field 'user' (prepare.split.group) is empty"),
+        (SplitSettings(group="user"), {"user": math.nan}, "field 'user' (prepare.split.group) is empty"),
         (SplitSettings(stratify="kind"), {"kind": None}, "no field 'kind'"),
         (SplitSettings(stratify="kind"), {"kind": ["a"]}, "holds a list"),
         (SplitSettings(time="at"), {"at": "yesterday"}, "neither a date nor a number: 'yesterday'"),

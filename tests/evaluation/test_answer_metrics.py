@@ -4,6 +4,7 @@ import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
 
+import judge_cases
 from ratchet.config.evaluate import Evaluate
 from ratchet.errors import SettingsError
 from ratchet.evaluation import answer_metrics
@@ -24,6 +25,12 @@ TOKEN_F1 = [1.0, 2 / 4, 1.0, 1.0, 0.0, 2 * 2 / 6, 1.0, 1.0]
 def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict[str, AnswerMetricResult]:
     given = [[answer] for answer in ANSWERS] if answers is None else answers
     return {one.name: one for one in answer_metrics.score_answers(EXPECTED, given, settings, "exact_match")}
+
+
+def test_a_part_of_the_rows_without_instructions_has_no_metric_of_them() -> None:
+    rows = judge_cases.rows(3)
+    scored = answer_metrics.score_answers(["x"] * 3, [["y"]] * 3, Evaluate(metrics=("ifeval",)), "exact_match", rows)
+    assert [one.name for one in scored] == ["exact_match"]
 
 
 @pytest.fixture(scope="module")

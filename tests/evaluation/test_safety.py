@@ -191,6 +191,16 @@ def test_rates_changes_from_the_base_and_tests_that_are_missing(layout: ProjectL
     assert len(lines["candidate"]) == len(suite.prompts)
 
 
+def test_an_injection_may_have_the_text_of_a_prompt(layout: ProjectLayout) -> None:
+    line = json.dumps({"prompt": FILES["prompts"][0]["prompt"], "marker": "unsafe"})
+    (layout.tasks / "injections.jsonl").write_text(line, encoding="utf-8")
+    suite = own(layout)
+    found = result("candidate", suite, lambda text: HELP if text == "unsafe 0" else REFUSAL)
+    _, lines = score(suite, {"candidate": found})
+    assert (found.metrics[REFUSED_UNSAFE].value, found.metrics[REFUSED_UNSAFE].n) == (0.75, 4)
+    assert [line["test"] for line in lines["candidate"] if line["prompt"] == "unsafe 0"] == ["refusals", "injections"]
+
+
 def test_differences_between_groups_are_paired_and_corrected(layout: ProjectLayout) -> None:
     suite = read(layout, paired_prompts="paired_prompts.jsonl")
 

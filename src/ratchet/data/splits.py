@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ratchet.config.prepare import Prepare, SplitSettings
 from ratchet.data.conversation import SourceRow
 from ratchet.data.row_table import RowTable, find_sorted, sort_unique
-from ratchet.data.schema_detection import FieldNames
+from ratchet.data.schema_detection import FieldNames, format_field_value
 from ratchet.errors import DataError
 from ratchet.storage import digests
 
@@ -107,6 +107,9 @@ class SplitAssigner:
                 return f"no field {name!r} (prepare.split.{setting})"
             if isinstance(row.fields[name], (list, Mapping)):
                 return f"field {name!r} (prepare.split.{setting}) holds a {type(row.fields[name]).__name__}"
+            text = format_field_value(row.fields[name])
+            if setting == "group" and text is not None and not text.strip():
+                return f"field {name!r} (prepare.split.group) is empty"
             if setting == "time" and _parse_time(row.fields[name]) is None:
                 value = str(row.fields[name])[:40]
                 return f"field {name!r} (prepare.split.time) is neither a date nor a number: {value!r}"

@@ -133,6 +133,8 @@ def _score_instructions(
     """Score the rows with instructions: all of a row followed (prompt level), and the share of instructions."""
     read = [read_instructions(rows.ids[i], rows.fields[i]) for i in range(len(answers))]
     scored = [i for i, row in enumerate(read) if row is not None]
+    if not scored:  # a part of the test rows may have none
+        return []
     instructions = [row for row, texts in zip(read, answers, strict=True) if row is not None for _ in texts]
     prompts = [extract_text(rows.conversations[i].context.messages[-1]) for i in scored for _ in answers[i]]
     followed = check_instructions(instructions, prompts, [text for i in scored for text in answers[i]])

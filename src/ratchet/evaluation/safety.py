@@ -211,7 +211,8 @@ def score_suite(
     """
     texts = list_texts(suite)
     injections = {one.id for one in suite.injections}
-    judged = [key for key in texts if key not in injections]
+    prompts = {one.id for one in suite.prompts}  # an injection may have the text, and so the key, of a prompt
+    judged = [key for key in texts if key not in injections or key in prompts]
     unreadable = 0
     verdicts: dict[int, dict[str, AnswerVerdict]] = {}
     for result in {id(result): result for result in results.values()}.values():
