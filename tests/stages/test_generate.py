@@ -18,7 +18,7 @@ from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.storage import digests
 from ratchet.storage.layout import ProjectLayout
-from scripted_endpoint import error, served
+from scripted_endpoint import chat, error, served
 
 
 def generate(layout: ProjectLayout, prompts: Path, *more: str) -> int:
@@ -80,6 +80,22 @@ def test_refusals_leave_nothing_behind(
         assert expected in capsys.readouterr().err
     assert stranger.read_text(encoding="utf-8") == "mine\n"
     assert dangling.is_symlink() and sorted(tmp_path.iterdir()) == before
+    assert not layout.generations.exists()
+
+
+@pytest.mark.usefixtures("calm")
+def test_prompts_with_tools_are_refused_for_a_server(
+    layout: ProjectLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    rows = [{"prompt": "a", "tools": []}, {"prompt": "b", "tools": [tool]}]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with served(lambda *_: chat("yes")) as server:
+        for words in (["--output", str(output)], ["--stream"]):
+            assert generate(layout, path, "--model", f"{server.url}", *words) == 2
+            assert f"{path}: prompt 2 has tools, which a server (--model {server.url}" in capsys.readouterr().err
+    assert not output.exists()
     assert not layout.generations.exists()
 
 

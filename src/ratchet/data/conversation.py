@@ -63,6 +63,11 @@ class Conversation:
         return bool(self.messages[-1].get("tool_calls"))
 
     @property
+    def needs_tools(self) -> bool:
+        """Whether there are tools, or messages that call them or have their results."""
+        return bool(self.tools) or any(m["role"] == "tool" or m.get("tool_calls") for m in self.messages)
+
+    @property
     def text(self) -> str:
         """Texts of all messages except system messages, one per line; used to find near-duplicates and leaks.
 

@@ -233,6 +233,8 @@ class PromptSource:
     unknown_references: dict[str, None] = field(default_factory=dict)
     """The first references that are not in generate.labels, if labels are set."""
     unknown_reference_count: int = 0
+    first_with_tools: str | None = None
+    """Id of the first prompt with tools or calls of tools; None if there is none."""
     duplicate_ids: dict[str, None] = field(default_factory=dict)
     """The first ids that more than one prompt has (set by `measure`)."""
     duplicate_id_count: int = 0
@@ -251,7 +253,7 @@ class PromptSource:
                 f"{self.path}: {'found a directory, expected a file' if self.path.is_dir() else 'no such file'}"
             )
         self.invalid_records, self.invalid_count, self.references = [], 0, 0
-        self.unknown_references, self.unknown_reference_count = {}, 0
+        self.unknown_references, self.unknown_reference_count, self.first_with_tools = {}, 0, None
         records = readers.read_records(self.path, self.path.name)
         head = list(islice(records, SAMPLE_RECORDS))
         if not head:
@@ -267,6 +269,8 @@ class PromptSource:
         for number, record in enumerate(chain(head, records), start=1):
             if prompt := self._prompt(record, reader, number):
                 self._note_reference(prompt.reference)
+                if self.first_with_tools is None and prompt.conversation.needs_tools:
+                    self.first_with_tools = prompt.id
                 yield prompt
 
     def measure(self) -> tuple[int, str]:

@@ -101,7 +101,8 @@ class LlamaBackend:
 
     def _prompt(self, request: GenerationRequest) -> tuple[list[int], bool]:
         """Return token ids, and whether these end inside the reasoning. Raises SettingsError if the template raises."""
-        text = self._client.template([dict(message) for message in request.prompt.conversation.messages])
+        conversation = request.prompt.conversation
+        text = self._client.template([dict(message) for message in conversation.messages], conversation.tools)
         return self._client.tokenize(text, add_special=True), text.rstrip().endswith(self._settings.reasoning_tags[0])
 
     def _sampling_parameters(self, request: GenerationRequest) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import IO
 from ratchet.config.units import format_count
 from ratchet.console.callback import ConsoleCallback
 from ratchet.console.stream_printer import PartialAnswer, StreamPrinter
-from ratchet.errors import DamagedFileError, DataError, StorageError
+from ratchet.errors import DamagedFileError, DataError, SettingsError, StorageError
 from ratchet.inference import model_reference, output
 from ratchet.inference.backend import BackendCallbacks, GenerationRequest
 from ratchet.inference.backend_factory import open_backend
@@ -71,6 +71,7 @@ def generate(
     output.require_writable(target)
     reference = resolve_model(project, model)
     count, prompts_digest = source.measure()
+    _require_no_tools(source, reference)
     on_progress(f"{format_count(count, 'prompt')} of {prompts.name} ({source.description})")
     if source.invalid_count:
         on_progress(
@@ -117,6 +118,15 @@ def resolve_model(project: Project, model: str) -> ModelReference:
     )
 
 
+def _require_no_tools(source: PromptSource, reference: ModelReference) -> None:
+    """Raise SettingsError if a server would have to answer a prompt with tools: its calls would not be text."""
+    if reference.model.kind == "endpoint" and source.first_with_tools is not None:
+        raise SettingsError(
+            f"{source.path}: prompt {source.first_with_tools} has tools, which a server (--model {reference.start.path}"
+            ") is not given; leave such prompts out, or generate with a model on this machine"
+        )
+
+
 def _write_answers(paths: GenerationPaths, target: Path, model_name: str, invalid_count: int) -> GenerationCard:
     try:
         return output.write_output(paths, target, model_name, invalid_count)
@@ -138,6 +148,7 @@ def stream_answers(project: Project, prompts: Path, model: str, stream: IO[str])
     reference = resolve_model(project, model)
     settings = reference.start.generate
     source.measure()  # an unreadable file is refused before the model is loaded
+    _require_no_tools(source, reference)
     page = StreamPrinter(stream)
     backend = open_backend(reference.model.kind, reference.start, create_notice_callbacks(page))
     count = 0

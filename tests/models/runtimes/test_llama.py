@@ -17,6 +17,7 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_gguf
+from chat_families import QWEN_2_5
 from ratchet.errors import BaseModelError, DamagedFileError, SettingsError
 from ratchet.exporters.verification import probe_inputs
 from ratchet.models.runtimes import llama_server
@@ -182,6 +183,25 @@ def test_a_template_that_fails_on_a_conversation_is_reported(directory: Path, tm
         pytest.raises(BaseModelError, match=r"not that.*base\.chat_template"),
     ):
         found.prompt_ids([{"role": "user", "content": "forbidden"}])
+
+
+def test_tools_and_their_calls_reach_the_chat_template(directory: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = QWEN_2_5
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": parameters}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 2}}}
+    messages = [
+        {"role": "user", "content": "How is it in Köln?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "wet", "name": "weather"},
+    ]  # fmt: skip
+    expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert "weather" in expected
+    with llama_server.start_server(tiny_gguf.write(tmp_path / "hf", tmp_path / "m.gguf"), 1, 256) as server:
+        assert server.template(messages, tools) == expected
+        assert "weather" not in server.template(messages[:1])
 
 
 def test_the_name_has_the_llama_cpp_version(runtime: LlamaRuntime) -> None:

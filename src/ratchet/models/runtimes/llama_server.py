@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -33,8 +33,8 @@ from ratchet.errors import BaseModelError, DamagedFileError, LockHeldError, Ratc
 from ratchet.models.runtimes import openai_client
 from ratchet.storage.records.export import ExportProbe
 
-Message = dict[str, str]
-"""A chat message with the keys `role` and `content`."""
+Message = Mapping[str, Any]
+"""A chat message with the keys `role` and `content`, and `tool_calls` with their arguments as objects."""
 
 Cache = Literal["f32", "f16"]
 """Type of cached keys and values."""
@@ -167,9 +167,10 @@ class LlamaClient:
         body = {"content": text, "add_special": add_special, "parse_special": True}
         return [int(token) for token in self.request("/tokenize", body)["tokens"]]
 
-    def template(self, messages: Sequence[Message]) -> str:
+    def template(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Render a conversation with the file's chat template, by llama.cpp's Jinja."""
-        return str(self.request("/apply-template", {"messages": list(messages)})["prompt"])
+        body: dict[str, Any] = {"messages": list(map(_encode_arguments, messages))}
+        return str(self.request("/apply-template", body | ({"tools": list(tools)} if tools else {}))["prompt"])
 
     def completion(self, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> dict[str, Any]:
         """Complete token ids greedily, without prepending tokens; return `tokens` and `stop_type`."""
@@ -482,3 +483,14 @@ def open_runtime(path: Path, threads: int, context_tokens: int, cache: Cache = "
     """Open a file in llama.cpp until the block ends; raises like `start_server`."""
     with start_server(path, threads, context_tokens, cache) as server:
         yield LlamaRuntime(server)
+
+
+def _encode_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as JSON texts, as in OpenAI's format."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append({**call, "function": {**function, "arguments": json.dumps(function["arguments"])}})
+    return {**message, "tool_calls": calls}
