@@ -73,3 +73,11 @@ def test_a_training_stops_on_a_plateau_and_resumes_as_stopped(tmp_path: Path) ->
     again = loop_of(tmp_path, train)
     assert again.end_reason == "early_stopped"
     assert again.run() == state
+
+
+def test_small_decreases_add_up_to_the_threshold() -> None:
+    rules = EarlyStoppingSettings(patience=1, threshold=0.1)
+    assert has_improved(rules, state_of([]), 5.0, 0.0)
+    assert not has_improved(rules, state_of([1.0]), 0.95, 0.0)
+    assert has_improved(rules, state_of([1.0, 0.95]), 0.85, 0.0)
+    assert not has_improved(rules, state_of([1.0, 0.95, 0.85]), 0.8, 0.0)

@@ -106,10 +106,16 @@ def test_validating_and_recomputing_activations_do_not_change_what_is_learned(tr
 
 def test_early_stopping_counts_validations_without_enough_improvement(train_here: TrainHere) -> None:
     stopping = EarlyStoppingSettings(patience=2, threshold=100.0).model_dump()
-    report = TrainReport.load(train_here(validate_every_steps=3, early_stopping=stopping).result / "train.json")
-    assert report.steps == 9  # the first validation is the best; two more do not improve by 100 nats
-    assert report.best_step == 3
-    assert report.kept_step == 3
+    paths = train_here(validate_every_steps=3, early_stopping=stopping)
+    report = TrainReport.load(paths.result / "train.json")
+    assert report.steps == 9  # the first validation is an improvement; two more do not improve by 100 nats
+    losses = {
+        event.data["step"]: event.data["loss"]
+        for event in JournalReader(paths.journal).read()
+        if event.kind == "validation"
+    }
+    assert list(losses) == [3, 6, 9]
+    assert report.kept_step == report.best_step == min(losses, key=lambda step: losses[step]) > 3
     assert report.planned_steps > report.steps
 
 

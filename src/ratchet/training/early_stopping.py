@@ -1,5 +1,7 @@
 """Decides when training stops before the last step, as pure functions of its state."""
 
+import math
+
 from ratchet.config.train import EarlyStoppingSettings
 from ratchet.training.train_state import TrainState
 from ratchet.training.trend import mann_kendall
@@ -10,9 +12,16 @@ PLATEAU_Z = 1.645
 
 
 def has_improved(rules: EarlyStoppingSettings, state: TrainState, loss: float, token_accuracy: float) -> bool:
-    """Return whether any metric of a new validation is better than in all validations of the state."""
+    """Return whether any metric of a new validation is better than in all validations of the state.
+
+    The loss must be below the loss of the last improvement by more than the threshold, so small decreases add up.
+    """
+    reference = math.inf
+    for step in sorted(state.validation_loss):
+        if state.validation_loss[step] < reference - rules.threshold:
+            reference = state.validation_loss[step]
     is_better = {
-        "loss": state.best_loss is None or loss < state.best_loss - rules.threshold,
+        "loss": loss < reference - rules.threshold,
         "token_accuracy": token_accuracy > max(state.token_accuracy.values(), default=-1.0),
     }
     return any(is_better[metric] for metric in rules.metrics)

@@ -365,7 +365,7 @@ class StepExecutor:
                 "rows; check the base model (`ratchet evaluate` prints its loss) and train.compute_dtype (float16 "
                 "overflows)"
             )
-        is_best = best_loss is None or mean_loss < best_loss - stopping.threshold
+        is_best = best_loss is None or mean_loss < best_loss
         accuracy = result.correct_tokens / batch_pass.trained_tokens
         has_progress = has_improved(stopping, self.state, mean_loss, accuracy)
         self.state = replace(
