@@ -153,7 +153,7 @@ def test_the_first_step_of_all_is_diagnosed_too() -> None:
     verdict = judge(GuardSettings(on_non_finite="stop"), TrainState(), 1.0, INF, learning_rate=1e-5, repeated=True)
     assert verdict == StepVerdict(
         "stop",
-        "step 1: gradient norm is inf, computed twice; learning rate 1e-05; these steps changed no weight. "
+        "step 1: gradient norm is inf, computed twice; learning rate 1e-05; this step changed no weight. "
         "What to do: check the rows of this step and train.compute_dtype (float16 overflows), or lower "
         "train.learning_rate",
     )

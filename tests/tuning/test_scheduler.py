@@ -23,7 +23,7 @@ from ratchet.storage.records.sweep import TrainingCost, Trial
 from ratchet.storage.records.training import TrainReport
 from ratchet.tuning import final_round
 from ratchet.tuning.report import build_report
-from ratchet.tuning.scheduler import TrialScheduler
+from ratchet.tuning.scheduler import FinalRoundScheduler, TrialScheduler, open_final_store
 from ratchet.tuning.study_session import StudySession
 from ratchet.tuning.trial import TrialTask
 
@@ -495,6 +495,92 @@ def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) 
     last = work(search)
     assert last.trial.continues == 3
     assert judged(search, last, 1.0, 9.0, 9.0) is None
+
+
+def test_a_single_failure_is_tried_once_more_by_the_repeated_command(begin: Begin) -> None:
+    search = begin(trials=2, pruner=NEVER, finalists=FinalistSettings(top_k=1))
+    end(search, work(search), "complete", [1.0])
+    failed(search)
+    assert search.next() == "over"
+    assert _desk(search).resume_after_failures() == ""
+    assert failed(search).continues == 1
+    assert search.next() == "over"
+    _desk(search).resume_after_failures()
+    assert search.next() == "over", "it failed twice for the same reason"
+
+
+def test_failures_say_nothing_about_whether_any_trial_is_feasible(begin: Begin) -> None:
+    search = begin(trials=9, pruner=NEVER, max_repeated_failures=2)
+    failed(search)
+    for _ in range(6):
+        end(search, work(search), "infeasible", constraints={"memory": 1.0}, cause="oom", reason="too large")
+    assert search.next() == "over"
+    assert "none of 6 trials was feasible" in search.store.notes()[final_round.STOPPED]
+
+
+def test_validations_that_a_worker_reports_again_prune_nothing(begin: Begin) -> None:
+    search = begin(trials=20, pruner=ASHA)
+    left(search, 3.0, 2.9)
+    first = work(search)
+
+    def report(given: TrialTask, *losses: float) -> str | None:
+        for rows, loss in curve(search, losses).items():
+            search.store.report(given.trial.number, rows, loss)
+        return judged(search, given, *losses)
+
+    assert report(first, 2.0) is None
+    assert report(first, 2.0, 1.5) is None
+    for losses in ([1.9, 1.2, 1.1], [1.8, 1.2, 1.1]):  # of another worker
+        end(search, work(search), "complete", losses)
+    search.store.release(first.trial.number, search.worker)
+    again = work(search)
+    assert again.trial.number == first.trial.number
+    assert report(again, 2.0) is None, "it was not pruned when this validation was new"
+
+
+def _open_finals(search: TrialScheduler) -> FinalRoundScheduler:
+    seeds = open_final_store(search.store, search.store.identity, search.settings, search.space)
+    return FinalRoundScheduler(
+        search.layout, search.settings, search.store, seeds, search.worker, search.server, lambda: None
+    )
+
+
+def test_a_failed_training_of_the_final_round_decides_nothing_until_it_fails_again(begin: Begin) -> None:
+    search = begin(trials=2, pruner=NEVER, finalists=FinalistSettings(top_k=2, seeds=2))
+    for loss in (1.0, 2.0):
+        end(search, work(search), "complete", [loss])
+    assert search.next() == "over"
+    finals = _open_finals(search)
+
+    def fail() -> int:
+        task = finals.next()
+        assert isinstance(task, TrialTask)
+        changes = {"state": "failed", "cause": "storage", "reason": "No space left on device", "ended": 1.0}
+        finals.seeds.finish(task.trial.number, task.trial.model_copy(update=changes), finals.worker)
+        return int(task.trial.values["train.seed"])
+
+    seed = fail()
+    assert finals.next() == "over"
+    assert "final round failed (storage): No space left" in search.store.notes()[final_round.STOPPED]
+    assert "final round failed" in _desk(search).resume_after_failures()
+    finals = _open_finals(search)
+    assert fail() == seed
+    assert finals.next() != "over", "the other finalist is scored"
+    assert not search.store.notes()[final_round.STOPPED]
+
+
+def test_a_winner_is_out_of_date_when_the_search_has_gone_on(begin: Begin) -> None:
+    search = begin(trials=2, pruner=NEVER, finalists=FinalistSettings(top_k=1))
+    for loss in (1.0, 2.0):
+        end(search, work(search), "complete", [loss])
+    assert _open_finals(search).next() == "over"
+    assert _desk(search).report(False).winner == 0
+    search = begin(trials=3, pruner=NEVER, finalists=FinalistSettings(top_k=1))
+    end(search, work(search), "complete", [0.1])
+    report = _desk(search).report(False)
+    assert (report.winner, report.final_round) == (None, None)
+    assert _open_finals(search).next() == "over"
+    assert _desk(search).report(False).winner == 2
 
 
 def test_at_a_limit_nothing_that_failed_is_tried_again(begin: Begin) -> None:

@@ -175,6 +175,7 @@ def profile_training(project: Project, steps: int) -> str:
             "median, one to trace"
         )
     with project.lock("train"):
+        settings = pin_champion(layout, settings, records=False)
         launch = build_launch(layout, settings).model_copy(update={"profile_steps": steps})
         spec = build_run_spec(layout, settings)
         files.verify_sealed(layout.data, "data")

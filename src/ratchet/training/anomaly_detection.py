@@ -188,7 +188,7 @@ def _write_diagnosis(
     rules: GuardSettings, state: TrainState, reason: str, learning_rate: float, bad: tuple[int, ...]
 ) -> str:
     """Return a text that lists the bad steps, the reason, and what to change."""
-    step = state.step + 1
+    step, these_steps = state.step + 1, "these steps" if len(bad) > 1 else "this step"
     lines = [f"step {step}: {reason}"]
     if len(bad) > 1:
         numbers = ", ".join(map(str, bad[-10:]))
@@ -202,9 +202,11 @@ def _write_diagnosis(
         lines.append(f"median gradient norm of the last {len(norms)} good steps {statistics.median(norms):.4g}")
     factor = state.learning_rate_scale
     scale = "" if factor == 1 else f" (train.guards has multiplied it by {factor:.4g})"
-    lines.append(f"learning rate {learning_rate:.4g}{scale}; these steps changed no weight")
-    if norms or len(bad) > 1:
-        advice = "lower train.learning_rate or raise train.warmup_ratio, and check the rows of these steps"
+    lines.append(f"learning rate {learning_rate:.4g}{scale}; {these_steps} changed no weight")
+    if "losses of the last" in reason:
+        advice = "lower train.learning_rate or raise train.warmup_ratio"
+    elif norms or len(bad) > 1:
+        advice = f"lower train.learning_rate or raise train.warmup_ratio, and check the rows of {these_steps}"
     else:
         advice = "check the rows of this step and train.compute_dtype (float16 overflows), or lower train.learning_rate"
     spikes = "; a higher train.guards.spike_deviations accepts such steps" if "deviations above" in reason else ""

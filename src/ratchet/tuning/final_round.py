@@ -37,6 +37,10 @@ FORGIVEN = "forgiven"
 """Key of the note of a study with a trial number. Failures of trials before this number do not count any more, because
 the user has resumed the sweep."""
 
+RETRIED = "retried"
+"""Key of the note with the number of trials when the command was last started. Trials before it that failed are tried
+once more."""
+
 ALL_INFEASIBLE = 3
 """A sweep without any feasible trial stops after this number times `sweep.max_repeated_failures` trials."""
 
@@ -78,11 +82,18 @@ def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
                 f"{len(same)} trials failed for the same reason ({trial.cause.replace('_', ' ') or 'unknown'}; trials "
                 f"{numbers}): {trial.reason}"
             )
-    over = [trial for trial in history if trial.is_over]
+    over = [trial for trial in history if trial.is_over and trial.state != "failed"]
     infeasible = [trial for trial in over if trial.state == "infeasible"]
     if len(over) == len(infeasible) >= ALL_INFEASIBLE * sweep.max_repeated_failures:
         return f"none of {len(over)} trials was feasible; the last one: {infeasible[-1].reason}"
     return None
+
+
+def is_repeated_failure(trial: Trial, earlier: Trial | None) -> bool:
+    """Return whether the earlier trial of the same run failed for the same reason, so that a retry is useless."""
+    return (
+        earlier is not None and _failure_signature(trial) == _failure_signature(earlier) and earlier.state == "failed"
+    )
 
 
 def _failure_signature(trial: Trial) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from ratchet.storage.records.base import Record
 from ratchet.storage.records.sweep import FinalRound, SweepObjective, SweepReport, Trial
 from ratchet.tuning import final_round, pruners, samplers
 from ratchet.tuning.samplers import create_empty_study, group_by_lineage, is_infeasible, replace_non_finite
-from ratchet.tuning.scheduler import FINAL_ROUND_NOTE
+from ratchet.tuning.scheduler import DECIDED_AFTER, FINAL_ROUND_NOTE
 from ratchet.tuning.search_space import SearchSpace, encode_value, to_distribution, to_tuples, to_unit
 from ratchet.tuning.study import TrialStore
 
@@ -45,7 +45,8 @@ def build_report(
 ) -> SweepReport:
     """Return the current report of a study. The computation of importances takes seconds."""
     history, objectives, notes = store.trials(), final_round.sweep_objectives(settings.sweep), store.notes()
-    finals = FinalRound.model_validate(notes[FINAL_ROUND_NOTE]) if FINAL_ROUND_NOTE in notes else None
+    is_decided = FINAL_ROUND_NOTE in notes and notes.get(DECIDED_AFTER, len(history)) == len(history)
+    finals = FinalRound.model_validate(notes[FINAL_ROUND_NOTE]) if is_decided else None
     return SweepReport(
         study=store.study,
         storage=store.storage.kind,

@@ -72,6 +72,8 @@ MAX_ERROR_LENGTH = 400
 
 FINAL_ROUND_NOTE = "final_round"
 """Key of the note of a study that contains its FinalRound, after the winner was decided."""
+DECIDED_AFTER = "decided_after"
+"""Key of the note with the number of trials from which the winner was chosen. With more trials, it is out of date."""
 
 WorkItem = Callable[[], None]
 """Work that a worker does outside the study's lock, before it asks for the next decision."""
@@ -142,13 +144,13 @@ class TrialScheduler:
         notes = self.store.notes()
         if notes.get(final_round.STOPPED):
             return idle
-        forgiven = notes.get(final_round.FORGIVEN, 0)
-        if text := final_round.diagnose_failures(sweep, added[max(0, forgiven - self.store.carried) :]):
+        first_counted = max(0, notes.get(final_round.FORGIVEN, 0) - self.store.carried)
+        if text := final_round.diagnose_failures(sweep, added[first_counted:]):
             self.store.note(final_round.STOPPED, text)
             return idle
         step: TrialRequest | NewTrial | Continuation | None = self.find_requested_step(history)
         if step is None:
-            step = self._choose_step(history, forgiven)
+            step = self._choose_step(history, notes)
         if step is None:
             return idle
         if isinstance(step, TrialRequest):
@@ -171,9 +173,9 @@ class TrialScheduler:
         trial = self.store.take_over(self.worker, self.settings.machine.lease_timeout_s, number)
         return None if trial is None else self._make_task(trial)
 
-    def _choose_step(self, history: list[Trial], forgiven: int) -> NewTrial | Continuation | None:
-        """Return the training to begin or to continue; None if there is none now."""
-        earlier = self._find_resumable(history, forgiven)
+    def _choose_step(self, history: list[Trial], notes: Mapping[str, Any]) -> NewTrial | Continuation | None:
+        """Return the training to begin or to continue; None if there is none now. `notes` are those of the study."""
+        earlier = self._find_resumable(history, notes)
         if earlier is not None:
             return Continuation(earlier)
         if self._pruner.kind == "freeze_thaw" and history:
@@ -212,17 +214,27 @@ class TrialScheduler:
             is_best_kept=self.settings.train.final_checkpoint == "best",
         )
 
-    def _find_resumable(self, history: list[Trial], forgiven: int) -> int | None:
+    def _find_resumable(self, history: list[Trial], notes: Mapping[str, Any]) -> int | None:
         """Return the number of a failed trial to retry, or else of a pruned trial to promote.
 
         None if there is neither, or if the limit of hours or tokens is reached.
         """
         if final_round.check_limits(self.settings.sweep, history[self.store.carried :]):
             return None
-        # The user has fixed the cause of failures before `forgiven`. Only the newest trial of each run counts.
+        # Only the newest trial of each run counts.
         latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
-        failed = [t.number for t in latest.values() if t.state == "failed" and t.number < forgiven and not t.decision]
+        failed = [
+            trial.number for trial in latest.values()
+            if trial.state == "failed" and not trial.decision and self._may_retry(trial, history, notes)
+        ]  # fmt: skip
         return min(failed) if failed else pruners.find_promotable(self._pruner, history, self.longest_rows)
+
+    def _may_retry(self, failed: Trial, history: list[Trial], notes: Mapping[str, Any]) -> bool:
+        if failed.number < notes.get(final_round.FORGIVEN, 0):  # the sweep had stopped; the user has fixed the cause
+            return True
+        earlier = None if failed.continues is None else history[failed.continues]
+        is_repeated = final_round.is_repeated_failure(failed, earlier)
+        return failed.number < notes.get(final_round.RETRIED, 0) and not is_repeated
 
     def _propose_values(self, history: list[Trial]) -> dict[str, Any] | None:
         """Return the values of the next trial; None if the budget is used up, or all values of the space were tried."""
@@ -317,6 +329,8 @@ class TrialScheduler:
                 return None
             history = self.store.trials()
             if self._pruner.kind != "freeze_thaw":
+                if max(current.curve) < max(history[current.number].curve, default=0):
+                    return None  # an earlier worker has reported this validation, and decided when it was new
                 return pruners.decide_pruning(self._pruner, history, current, self.longest_rows)
             if not has_reached_rung(self._pruner.min_resource_fraction, history, current, self.longest_rows):
                 return None
@@ -339,8 +353,7 @@ class TrialScheduler:
         earlier = self.store.trials()[: trial.number]
         if trial.continues is not None and earlier[trial.continues].is_ended_by_person:  # a person has resumed it
             return False
-        forgiven = self.store.notes().get(final_round.FORGIVEN, 0)
-        if trial.continues is None or trial.continues == self._find_resumable(earlier, forgiven):
+        if trial.continues is None or trial.continues == self._find_resumable(earlier, self.store.notes()):
             return False
         return self._propose_values(earlier) is None
 
@@ -399,7 +412,7 @@ class FinalRoundScheduler:
             searched, history = history, [self._with_own_run(trial) for trial in history]
             grouped = {trial.number for trial, own in zip(searched, history, strict=True) if trial.run_id != own.run_id}
             has_front = len(self.settings.sweep.objectives) > 1  # it has no winner: the user chooses
-            is_stopped = bool(self.search.notes().get(final_round.STOPPED))
+            is_stopped = bool(self.search.notes().get(final_round.STOPPED)) or self._stop_after_failure()
             if has_front or is_stopped or not any(trial.state == "complete" for trial in history):
                 return "over"
             if (trial := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
@@ -408,6 +421,7 @@ class FinalRoundScheduler:
             step = final_round.plan_next_step(self.settings.sweep, history, trainings, self._scores, grouped)
             if isinstance(step, FinalRound):
                 self.search.note(FINAL_ROUND_NOTE, step.model_dump(mode="json"))
+                self.search.note(DECIDED_AFTER, len(history))
                 return "over"
             if isinstance(step, ValidationJob):
                 return partial(self._score, step, history)
@@ -424,9 +438,37 @@ class FinalRoundScheduler:
                 return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 
+    def _list_failures(self) -> list[Trial]:
+        """Return the failed trainings that the repeated command tries again, the newest of each run."""
+        latest, earlier = dict[str | None, Trial](), dict[str | None, Trial | None]()
+        for trial in self.seeds.trials():
+            earlier[trial.run_id], latest[trial.run_id] = latest.get(trial.run_id), trial
+        return [
+            trial
+            for run_id, trial in latest.items()
+            if trial.state == "failed" and not final_round.is_repeated_failure(trial, earlier[run_id])
+        ]
+
+    def _stop_after_failure(self) -> bool:
+        """Stop the study if a training has failed since the command was started; return whether.
+
+        A full disk or a bug says nothing about the finalist, so the winner is not decided without it.
+        """
+        first = self.seeds.notes().get(final_round.RETRIED, 0)
+        for failed in self._list_failures():
+            if failed.number >= first:
+                cause = failed.cause.replace("_", " ") or "unknown"
+                self.search.note(
+                    final_round.STOPPED, f"a training of the final round failed ({cause}): {failed.reason}"
+                )
+                return True
+        return False
+
     def _trainings(self, history: list[Trial], grouped: Collection[int]) -> list[final_round.FinalistTraining]:
-        """Return the trainings of the final round that are over, including failed ones."""
+        """Return the trainings of the final round that are over, including those that failed and are not retried."""
         by_run = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
+        for pending in self._list_failures():
+            del by_run[pending.run_id]
         trainings = []
         for trial in history:
             if trial.state != "complete":

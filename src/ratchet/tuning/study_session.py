@@ -9,7 +9,7 @@ from ratchet.config.settings import Settings
 from ratchet.errors import DataError
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.training.run_spec import build_run_spec
+from ratchet.training.run_spec import build_run_spec, pin_champion
 from ratchet.tuning import final_round
 from ratchet.tuning import report as reports
 from ratchet.tuning.scheduler import final_study_name
@@ -32,16 +32,20 @@ class StudySession:
     @classmethod
     @contextmanager
     def open(cls, layout: ProjectLayout, settings: Settings, fork: bool = False, create: bool = True) -> Iterator[Self]:
-        """Open the study of these settings.
+        """Open the study of these settings. With `train.init_adapter: champion`, trials start from the champion from
+        which `ratchet train` starts now (`pin_champion`).
 
         `fork` creates a new version of the study if its settings differ from these; `create`, a study if there is none.
 
         Raises:
-            SettingsError: the search space is invalid, or the study has other settings and `fork` is not set.
-            DataError: stage base or prepare has not run; or the study does not exist and `create` is not set.
+            SettingsError: the search space is invalid, the study has other settings and `fork` is not set, or the
+                champion's adapter does not fit.
+            DataError: stage base or prepare has not run; there is no champion on this machine to start from; or the
+                study does not exist and `create` is not set.
             DamagedFileError, LockHeldError, StorageError: see StudyStorage and TrialStore.
         """
         space = SearchSpace.from_settings(settings)
+        settings = pin_champion(layout, settings, records=False)
         spec = build_run_spec(layout, settings)
         identity = compute_identity(settings, spec.data_digest, spec.base_digest, spec.train.init_adapter)
         storage = open_storage(layout, settings.machine.study_storage)
@@ -54,7 +58,15 @@ class StudySession:
             storage.close()
 
     def resume_after_failures(self) -> str:
-        """Resume a study that was stopped because of failures, and return why; empty if it was not stopped."""
+        """Resume a study that was stopped because of failures, and return why; empty if it was not stopped.
+
+        Failed trials, and failed trainings of the final round, are tried once more in any case.
+        """
+        seeds = TrialStore.newest(self.storage, final_study_name(self.store.study))
+        for store in filter(None, (self.store, seeds)):
+            with store.locked():
+                if any(trial.state == "failed" for trial in store.trials()):
+                    store.note(final_round.RETRIED, len(store.trials()))
         with self.store.locked():
             if reason := str(self.store.notes().get(final_round.STOPPED, "")):
                 self.store.note(final_round.FORGIVEN, len(self.store.trials()))

@@ -231,6 +231,9 @@ def run_trial(
         launch, spec = build_launch(layout, task.settings), build_trial_spec(layout, task)
     except InputError as error:
         ended = {"state": "failed", "cause": "data", "reason": str(error), "ended": time.time()}
+        if trial.run_id is not None:  # limits count what an earlier trial of this run has cost
+            paths = RunPaths(layout.runs / trial.run_id)
+            ended["cost"] = compute_cost(paths, read_run_summary(paths))
         task.store.finish(number, trial.model_copy(update=ended), worker)
         return
     # A trial runs on one machine; other machines run other trials.
