@@ -270,6 +270,9 @@ def test_a_run_keeps_the_champion_that_it_began_with(
     for restored in (first, second):  # DVC restores the output of a run of before
         project.train_report.write_text(json.dumps(report | {"run_id": restored}), encoding="utf-8")
         assert run_id(project, started("champion")) == restored
+        chosen = tiny_sweep.settings().model_copy(update={"train": started("champion")})
+        with StudySession.open(project, chosen) as session:  # trials start as a new training would
+            assert build_run_spec(project, session.settings).run_id == second
     shutil.rmtree(project.promoted_model("2" * 64))
     assert run_id(project, started("champion")) == second  # a finished run is identified without the weights
     with pytest.raises(DataError, match="the champion, version 2, is not on this machine; copy"):

@@ -255,7 +255,7 @@ def run_trial(
                 outcome = _ended_trial(
                     callback, paths, state="complete", objectives=objectives, adapter_digest=report.adapter_digest
                 )
-            else:  # pruning was decided before the run ended
+            else:  # the run ended before it could be stopped: the trial's state must not depend on that
                 outcome = _ended_trial(callback, paths, state="pruned", reason=callback.pruned_reason)
         except InterruptedRunError:
             if callback.is_lost:
