@@ -411,7 +411,7 @@ def _compare_with_value(
 ) -> _ThresholdComparison:
     """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant.
 
-    Scores that are all equal have no spread to test with, so their bounds allow for other scores that were not drawn.
+    The bounds of scores with a largest value also allow for scores that were not drawn.
     """
     metric, samples = evidence.select_scores(context.evidence, role, name)
     pairs = pair_with_itself(context, name, metric, samples)
@@ -419,32 +419,30 @@ def _compare_with_value(
         raise IncomparableError(f"{name} is a proportion: found {value:g}, expected 0 to 1; write 0.9 for 90 %")
     if metric.kind == "perplexity" and value <= 0:
         raise IncomparableError(f"{name} is a perplexity: found {value:g}, expected a positive number")
-    n = count_independent_samples(pairs)
-    is_constant = pairs.limit is not None and len(set(pairs.new)) == 1
-    if pairs.planned is None and (is_binary(pairs) or is_constant):
-        if is_binary(pairs):
-            ends = statistics.wilson_bounds(math.fsum(pairs.new) / len(pairs.new) * n, n, plan.confidence)
-        else:
-            ends = statistics.bound_equal_scores(pairs.new[0], pairs.limit or 0.0, n, plan.confidence)
-        low, high = ends
-        bounds, differences = (low, high), (low - value, high - value)
-        if metric.better == "lower":
-            bounds, differences = (high, low), (value - high, value - low)
+    n, mean = count_independent_samples(pairs), math.fsum(pairs.new) / len(pairs.new)
+
+    def subtract_value(low: float, high: float) -> tuple[float, float]:
+        return (low - value, high - value) if metric.better == "higher" else (value - high, value - low)
+
+    is_reliable = True
+    if is_binary(pairs) and pairs.planned is None:
+        low, high = subtract_value(*statistics.wilson_bounds(mean * n, n, plan.confidence))
     else:
         constant = (
             [tokens * math.log(value) for tokens in pairs.weights]  # Nats of each sample at this perplexity.
             if pairs.weights
             else [value] * len(pairs.new)
         )
-        against = replace(pairs, old=constant)
-        result = paired_test.compare(against, 0.0, plan)
-        differences = (result.low, result.high)
-        if has_too_few_samples(result):
-            differences = (-math.inf, math.inf)
-        bounds = (_value_at_difference(metric, value, result.low), _value_at_difference(metric, value, result.high))
-        if is_share(metric):
-            bounds = (min(1.0, max(0.0, bounds[0])), min(1.0, max(0.0, bounds[1])))
+        result = paired_test.compare(replace(pairs, old=constant), 0.0, plan)
+        low, high, is_reliable = result.low, result.high, not has_too_few_samples(result)
+        if pairs.limit is not None and pairs.planned is None:  # equal scores have no spread to test with
+            unseen = subtract_value(*statistics.bound_unseen_scores(mean, pairs.limit, n, plan.confidence))
+            low, high = min(low, unseen[0]), max(high, unseen[1])
+    bounds = [_value_at_difference(metric, value, difference) for difference in (low, high)]
+    if is_share(metric):
+        bounds = [min(1.0, max(0.0, bound)) for bound in bounds]
     worst, best = (format_value(bound, metric) for bound in bounds)
+    differences = (low, high) if is_reliable else (-math.inf, math.inf)
     text = (
         f"{name} of {role} {format_value(metric.value, metric)} "
         f"({format_percent(plan.confidence)} confidence: no worse than {worst}, "

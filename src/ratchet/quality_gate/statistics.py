@@ -56,15 +56,15 @@ def wilson_bounds(successes: float, n: int, confidence: float) -> tuple[float, f
     return (0.0 if successes == 0 else max(0.0, low)), (1.0 if successes == n else min(1.0, high))
 
 
-def bound_equal_scores(score: float, largest: float, n: int, confidence: float) -> tuple[float, float]:
-    """Compute one-sided bounds of a mean, of whose scores from 0 to `largest` n independent ones were all `score`.
+def bound_unseen_scores(mean: float, largest: float, n: int, confidence: float) -> tuple[float, float]:
+    """Compute one-sided bounds of a mean of scores from 0 to `largest`, as if the n independent scores were all equal.
 
-    Other scores may make up a share of 1 - (1 - confidence)^(1/n), the bound of Clopper and Pearson for a rate without
-    a failure. The bounds are the means if these are all 0, or all `largest`. Raises ValueError as
+    Scores that were not drawn may make up a share of 1 - (1 - confidence)^(1/n), the bound of Clopper and Pearson for a
+    rate without a failure. The bounds are the means if these scores are all 0, or all `largest`. Raises ValueError as
     `clopper_pearson_bounds`.
     """
     _, share = clopper_pearson_bounds(0, n, confidence)
-    return score * (1 - share), score + (largest - score) * share
+    return mean * (1 - share), mean + (largest - mean) * share
 
 
 def clopper_pearson_bounds(failures: int, n: int, confidence: float) -> tuple[float, float]:
