@@ -220,6 +220,20 @@ def test_prompts_and_answers_are_cut_by_the_same_share(name: str) -> None:
         assert a["content"].startswith(b["content"])
 
 
+@pytest.mark.parametrize("name", ["Qwen 3", "ChatML"])
+def test_reasoning_survives_a_cut_of_its_answer(name: str) -> None:
+    encoder, reasoning = ConversationEncoder(tokenizer_of(name)), "<think>\none two three\n</think>\n\n"
+    messages = [user("lost? " * 10), assistant(reasoning + "the card is lost hello world " * 20)]
+    length = len(encode(name, messages).input_ids)
+    shortened, encoded = encoder.shorten("f:1", Conversation(messages), length, length // 2, "both") or (None, None)
+    assert shortened is not None and isinstance(encoded, EncodedConversation)
+    answer = shortened.messages[1]["content"]
+    assert answer.startswith(reasoning + "the card") and len(answer) < len(messages[1]["content"])
+    long_thoughts = [user("lost?"), assistant(f"<think>\n{'one two three ' * 20}</think>\n\nthe card")]
+    length = len(encode(name, long_thoughts).input_ids)
+    assert encoder.shorten("f:1", Conversation(long_thoughts), length, length // 2, "both") is None
+
+
 def test_system_messages_and_tool_calls_survive_a_cut_of_tool_results() -> None:
     call = {"type": "function", "function": {"name": "card", "arguments": {"first": "one " * 10}}}
     messages: list[Message] = [

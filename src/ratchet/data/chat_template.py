@@ -185,14 +185,21 @@ def _mark_texts(turn: int, message: Message, slots: list[TextSlot], texts: list[
             for part in content
         ]
     elif isinstance(content, str):
-        head, closing, answer = content.partition("</think>")
-        before, opening, thoughts = head.rpartition("<think>")
-        has_reasoning = closing and "</think>" not in answer and "<think>" not in answer and not before.strip()
-        if message["role"] == "assistant" and has_reasoning:
-            marked["content"] = before + opening + mark(thoughts, is_reasoning=True) + closing + mark(answer)
-        else:
-            marked["content"] = mark(content)
+        opening, thoughts, closing, answer = split_reasoning(message)
+        marked["content"] = opening + mark(thoughts, is_reasoning=True) + closing + mark(answer)
     return marked
+
+
+def split_reasoning(message: Message) -> tuple[str, str, str, str]:
+    """Split the text of a message into `<think>`, the reasoning, `</think>` and the answer. Without reasoning, all of
+    the text is the answer."""
+    content = str(message["content"])
+    head, closing, answer = content.partition("</think>")
+    before, opening, thoughts = head.rpartition("<think>")
+    has_reasoning = closing and "</think>" not in answer and "<think>" not in answer and not before.strip()
+    if message["role"] != "assistant" or not has_reasoning:
+        return "", "", "", content
+    return before + opening, thoughts, closing, answer
 
 
 def build_outline(conversation: Conversation, only: Sequence[int] | None = None) -> ConversationOutline:

@@ -23,6 +23,7 @@ from ratchet.data.chat_template import (
     build_outline,
     count_equal,
     select_trained_turns,
+    split_reasoning,
     structure_key,
 )
 from ratchet.data.conversation import (
@@ -142,8 +143,14 @@ class ConversationEncoder:
         """
         cut_roles = {"user", "tool", "assistant"} if cut == "both" else {"user", "tool"}
         messages = conversation.messages
-        texts = {i: extract_text(m).strip() for i, m in enumerate(messages) if m["role"] in cut_roles}
-        texts = {i: text for i, text in texts.items() if text}
+        kept, texts = dict[int, str](), dict[int, str]()
+        for i, message in enumerate(messages):
+            text: Any = extract_text(message)
+            if isinstance(message.get("content"), str):
+                *reasoning, text = split_reasoning(message)
+                kept[i] = "".join(reasoning) + text[: len(text) - len(text.lstrip())] if any(reasoning) else ""
+            if message["role"] in cut_roles and text.strip():
+                texts[i] = text.strip()
         offsets = {i: self._tokens.encode(text, add_special_tokens=False).offsets for i, text in texts.items()}
         sizes = {i: len(found) for i, found in offsets.items() if found}
         room = sum(sizes.values()) - (length - max_tokens)
@@ -151,7 +158,7 @@ class ConversationEncoder:
             counts, shortened = _share_tokens(sizes, room, cut), list(messages)
             for i, count in counts.items():
                 is_prompt = messages[i]["role"] != "assistant"
-                text: Any = _cut_text(texts[i], offsets[i], count, from_middle=is_prompt)
+                text = kept.get(i, "") + _cut_text(texts[i], offsets[i], count, from_middle=is_prompt)
                 if isinstance(messages[i].get("content"), list):
                     text = [{"type": "text", "text": text}]
                 shortened[i] = {**messages[i], "content": text}

@@ -112,7 +112,7 @@ class LlamaBackend:
             return {}
         return {
             "temperature": settings.temperature, "top_p": settings.top_p,
-            "seed": _sampling_seed(settings, request), "samplers": ["top_p", "temperature"],
+            "seed": _sampling_seed(settings, request), "samplers": ["temperature", "top_p"],
         }  # fmt: skip
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,6 +43,9 @@ from ratchet.models.loss import SequenceBatch, answer_nll
 MAX_DESIRABLE_RATIO = 4 / 3
 """Largest ratio of the weights of all desirable to all undesirable answers; the smallest is 1 (Ethayarajh et al. 2024,
 equation 9)."""
+MIN_MEAN_NLL = 1e-7
+"""Mean negative log-likelihood, in nats per token, of the most certain answer whose odds `orpo` uses. In float32, a
+certain answer has the value 0, and its odds are infinite."""
 STATISTIC_SUMS = 8
 """Number of sums in `PreferenceLoss.statistics`."""
 
@@ -73,7 +77,8 @@ def compute_pair_losses(
     with torch.enable_grad():
         means = (sums / tokens).view(-1, 2)
         if reference is None:
-            log_odds = means - torch.log1p(-means.exp())
+            sure = means.clamp(max=-MIN_MEAN_NLL)
+            log_odds = sure - torch.log(-torch.expm1(sure))
             scores = log_odds
             difference = log_odds[:, 0] - log_odds[:, 1]
             losses = -means[:, 0] - beta * functional.logsigmoid(difference)
@@ -297,9 +302,17 @@ class PreferenceLoss(AnswerLikelihoods):
         return gradient.mul_(weights.to(gradient.dtype).unsqueeze(1))
 
     def _trains_head(self) -> bool:
-        """Return whether parameters outside of the body are trained."""
-        of_body = {id(parameter) for parameter in self.body.parameters()}
-        return any(p.requires_grad and id(p) not in of_body for p in self.base.parameters())
+        """Return whether modules outside of the body use trained parameters.
+
+        A tied head uses the trained rows of tokens that belong to the embedding, and so to the body.
+        """
+        of_body = {id(module) for module in self.body.modules()}
+        return any(
+            isinstance(module, TrainableTokensWrapper)
+            or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            for module in self.base.modules()
+            if id(module) not in of_body
+        )
 
     def _weigh_positions(self, scale: float) -> Tensor:
         """Set the loss and the statistics from the likelihoods; return `scale` times the derivative of the loss by each

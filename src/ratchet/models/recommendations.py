@@ -46,6 +46,8 @@ MIN_STEPS = 100
 """Number of steps below which a model learns little, because the warm-up takes some of them and B starts at zero."""
 SMALL_BATCH_ROWS = 16
 """Smallest recommended number of rows in a batch: the batch size of QLoRA's runs with 7B and 13B models."""
+MIN_KTO_BATCH = 2
+"""`kto` compares each answer with those to other prompts of its batch."""
 USEFUL_EPOCHS = 4.0
 MAX_EPOCHS = 16.0
 """Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 epochs there is little gain."""
@@ -292,7 +294,8 @@ def recommend_optimizer_paging(facts: RecommendationInputs) -> RecommendedChange
 def recommend_batch_size(facts: RecommendationInputs) -> RecommendedChange | None:
     """Recommend smaller batches for more steps."""
     train, steps = facts.settings.train, _count_steps(facts)
-    smallest = max(1, round(SMALL_BATCH_ROWS / _rows_per_sequence(facts)))
+    fewest = MIN_KTO_BATCH if train.objective == "kto" else 1
+    smallest = max(fewest, round(SMALL_BATCH_ROWS / _rows_per_sequence(facts)))
     if steps is None or steps >= MIN_STEPS or train.batch_size <= smallest:
         return None
     size = train.batch_size
@@ -368,8 +371,10 @@ def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | Non
     if needed <= max_tokens:
         return None
     values = {"prepare.max_tokens": needed}
-    if facts.settings.train.batching == "packed" and facts.settings.train.pack_tokens < needed:
-        values["train.pack_tokens"] = needed
+    train = facts.settings.train
+    pack_tokens = needed * train.rows_per_example  # a pack has both answers of a pair
+    if train.batching == "packed" and train.pack_tokens < pack_tokens:
+        values["train.pack_tokens"] = pack_tokens
     share = lost / facts.data.rows_in
     reason = f"{lost:,} rows ({share:.1%}) are longer than {max_tokens:,} tokens and were dropped or truncated"
     return RecommendedChange(values, reason, DATASET_CARD_SOURCE)
@@ -382,7 +387,8 @@ def recommend_pack_length(facts: RecommendationInputs) -> RecommendedChange | No
     if train.batching != "packed" or train.pack_tokens >= longest:
         return None
     reason = f"rows have up to {longest:,} tokens (prepare.max_tokens), but a pack holds only {train.pack_tokens:,}"
-    return RecommendedChange({"train.pack_tokens": longest}, reason, "rows are never split between packs")
+    needed = longest * train.rows_per_example
+    return RecommendedChange({"train.pack_tokens": needed}, reason, "rows and pairs are never split between packs")
 
 
 def recommend_length_grouping(facts: RecommendationInputs) -> RecommendedChange | None:
@@ -566,8 +572,9 @@ class _MemoryFitSearch:
         return [RecommendedChange(values, reason, FORECAST_SOURCE)], shortest
 
     def _values_for_length(self, length: int) -> Values:
-        packed = self.settings.train.batching == "packed"
-        return {MICRO_BATCH_SIZE: 1, "prepare.max_tokens": length} | ({"train.pack_tokens": length} if packed else {})
+        train = self.settings.train
+        packs = {"train.pack_tokens": length * train.rows_per_example} if train.batching == "packed" else {}
+        return {MICRO_BATCH_SIZE: 1, "prepare.max_tokens": length} | packs
 
     def use_spare_memory(self) -> list[RecommendedChange]:
         """Use spare memory of a GPU: turn off activation checkpointing, or compute more rows at a time."""

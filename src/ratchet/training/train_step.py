@@ -188,6 +188,8 @@ class StepExecutor:
         rows = context.train_rows if phase == "train" else context.validation_rows
         with context.spans.measure("data"):
             mismatched = rows.mismatch([row for sequence in sequences for row in sequence])
+            if len(mismatched) == 1:  # the last batch of an epoch may have no answer to another prompt
+                return 0.0, None
             singles = [[row] for row in range(len(mismatched))]
             batch_pass = BatchPass(context, phase, step, singles, self._budget(phase), self.parameters, rows=mismatched)
         context.model.eval()
