@@ -119,7 +119,7 @@ def test_a_study_depends_on_the_weights_and_not_on_their_path(
         ({"rank": 8}, "train.rank: found 8, but the weights in .* have 4; set train.rank: 4"),
         ({"alpha": 32}, "train.alpha: found 32.0, but"),
         ({"adapter": "dora"}, "train.adapter: found dora, but"),
-        ({"alpha_pattern": {"q_proj": 99}}, "train.alpha_pattern: found"),
+        ({"alpha_pattern": {"q_proj": 99}}, r"train.alpha_pattern: (found|gives .*q_proj the value 99)"),
         ({"target_modules": "mlp"}, "target_modules"),
     ],
 )
@@ -235,6 +235,16 @@ def promote(layout: ProjectLayout, adapter: Path, version: int) -> str:
     return run_id(layout, started(str(folder)))
 
 
+def test_patterns_of_a_saved_adapter_equal_those_of_its_settings(layout: ProjectLayout) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 4.0}}
+    settings = SOURCE.model_copy(update={**patterns, "epochs": 0.1})
+    run = train(layout, settings)
+    saved, other = run.result / "adapter", started(str(run.result / "adapter"))
+    assert run_id(layout, started(str(saved), **patterns))
+    with pytest.raises(SettingsError, match=r"train.rank_pattern: gives model.*q_proj the value 4, but .* have 2"):
+        run_id(layout, other)
+
+
 def test_a_run_keeps_the_champion_that_it_began_with(
     layout: ProjectLayout, source: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +280,7 @@ def test_a_run_keeps_the_champion_that_it_began_with(
     for restored in (first, second):  # DVC restores the output of a run of before
         project.train_report.write_text(json.dumps(report | {"run_id": restored}), encoding="utf-8")
         assert run_id(project, started("champion")) == restored
-        chosen = tiny_sweep.settings().model_copy(update={"train": started("champion")})
+        chosen = tiny_sweep.settings(name="champion").model_copy(update={"train": started("champion")})
         with StudySession.open(project, chosen) as session:  # trials start as a new training would
             assert build_run_spec(project, session.settings).run_id == second
     shutil.rmtree(project.promoted_model("2" * 64))

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -170,6 +170,16 @@ PREFERENCE_STATISTICS = (
     "rejected_log_probability", "kl",
 )  # fmt: skip
 """Statistics of preference tuning (see `PreferenceLoss.statistics`)."""
+
+
+def pattern_expression(key: str) -> str:
+    """Return peft's regular expression for a key of rank_pattern or alpha_pattern (get_pattern_key)."""
+    return rf"(.*\.)?({key})$"
+
+
+def find_pattern_key(layer: str, keys: Iterable[str]) -> str | None:
+    """Return the first key of a pattern that matches the name of a layer; None if none does."""
+    return next((key for key in keys if re.match(pattern_expression(key), layer)), None)
 
 
 class Train(Section):

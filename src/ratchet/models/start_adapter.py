@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ratchet.config.train import Train
+from ratchet.config.train import Train, find_pattern_key
 from ratchet.errors import DamagedFileError, DataError, HubError, SettingsError
 from ratchet.models import base_model, hub
 from ratchet.runs.directory import CHECKPOINT, RunPaths
@@ -49,9 +49,10 @@ EQUAL_SETTINGS = (
 """Settings that must be those of the training from which a checkpoint comes."""
 PEFT_DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("use_rslora", False),
-    "rank_pattern": ("rank_pattern", {}), "alpha_pattern": ("alpha_pattern", {}),
 }  # fmt: skip
 """Name of the setting and peft's default (LoraConfig), by key of adapter_config.json."""
+LAYER_OF_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
+"""Name of a tensor in adapter_model.safetensors, with the name of its layer."""
 KIND = "start weights"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^@\s]+)?")
 """Id of an adapter on the hub, and optionally its commit, tag or branch."""
@@ -153,6 +154,30 @@ class StartAdapter:
                     f"train.{key}: found {own[key]}, but the weights in {self.path} have {value}; set train.{key}: "
                     f"{value}, or other weights ({INIT_ADAPTER})"
                 )
+        if not self.is_checkpoint:
+            self._require_equal_patterns(train, document)
+
+    def _require_equal_patterns(self, train: Train, document: Mapping[str, Any]) -> None:
+        """Raise SettingsError if a pattern gives a layer another rank or alpha than adapter_config.json does, whose
+        patterns may have the full names of layers."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(self.weights), framework="np") as tensors:
+                matches = [LAYER_OF_TENSOR.fullmatch(name) for name in tensors.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{INIT_ADAPTER}: {self.weights}: cannot be read ({error}); set another adapter") from None
+        for key, own, default in (
+            ("rank_pattern", train.rank_pattern, train.rank), ("alpha_pattern", train.alpha_pattern, train.alpha),
+        ):  # fmt: skip
+            saved = document.get(key) or {}
+            for layer in (match[1] for match in matches if match is not None):
+                wanted, value = (_find_value(layer, pattern, default) for pattern in (own, saved))
+                if wanted != value:
+                    raise SettingsError(
+                        f"train.{key}: gives {layer} the value {wanted}, but the weights in {self.path} have {value}; "
+                        f"set {value} for this layer, or other weights ({INIT_ADAPTER})"
+                    )
 
     def require_digest(self, short: str) -> None:
         """Raise DataError unless the digest of the weights begins so."""
@@ -166,6 +191,14 @@ class StartAdapter:
             return files.read_json_object(self.path / name)
         except DamagedFileError as error:
             raise DataError(f"{INIT_ADAPTER}: {error}; set another adapter") from None
+
+
+def _find_value(layer: str, pattern: Mapping[str, float], default: float) -> float:
+    try:
+        key = find_pattern_key(layer, pattern)
+    except re.error:  # the check of section train reports it
+        return default
+    return default if key is None else pattern[key]
 
 
 def locate(layout: ProjectLayout, train: Train) -> StartAdapter:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from ratchet.config.train import Train
+from ratchet.config.train import Train, find_pattern_key, pattern_expression
 from ratchet.errors import SettingsError
 from ratchet.models.model_spec import LayerSpec, ModelSpec, Role
 
@@ -32,8 +32,8 @@ def check(spec: ModelSpec, settings: Train) -> tuple[LayerSpec, ...]:
     chosen = choose(spec.layers, settings.target_modules, spec.others)
     for setting, keys in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         for pattern in keys:
-            _compile_expression(_pattern_expression(pattern), f"train.{setting}: {pattern}")
-            if not any(re.match(_pattern_expression(pattern), layer.name) for layer in chosen):
+            _compile_expression(pattern_expression(pattern), f"train.{setting}: {pattern}")
+            if not any(re.match(pattern_expression(pattern), layer.name) for layer in chosen):
                 raise SettingsError(
                     f"train.{setting}: {pattern}: no layer with an adapter has a name that ends like this"
                     f"{_suggest_nearest_names(pattern, chosen, {})}"
@@ -42,7 +42,7 @@ def check(spec: ModelSpec, settings: Train) -> tuple[LayerSpec, ...]:
     for layer in chosen:
         rank, side = layer_rank(layer, settings), min(layer.inputs, layer.outputs)
         if rank > side:
-            key = _first_matching_key(layer, settings.rank_pattern)
+            key = find_pattern_key(layer.name, settings.rank_pattern)
             setting = "train.rank" if key is None else f"train.rank_pattern.{key}"
             raise SettingsError(
                 f"{setting}: {rank}, but {layer.name} is {layer.outputs} x {layer.inputs} and its updates have at most "
@@ -85,23 +85,14 @@ def choose(
 
 def layer_rank(layer: LayerSpec, settings: Train) -> int:
     """Return the rank of a layer's adapter, from the first pattern that matches the layer's name, or train.rank."""
-    key = _first_matching_key(layer, settings.rank_pattern)
+    key = find_pattern_key(layer.name, settings.rank_pattern)
     return settings.rank if key is None else settings.rank_pattern[key]
 
 
 def layer_alpha(layer: LayerSpec, settings: Train) -> float:
     """Return the alpha of a layer's adapter, from the first pattern that matches the layer's name, or train.alpha."""
-    key = _first_matching_key(layer, settings.alpha_pattern)
+    key = find_pattern_key(layer.name, settings.alpha_pattern)
     return settings.alpha if key is None else settings.alpha_pattern[key]
-
-
-def _pattern_expression(key: str) -> str:
-    """Return peft's regular expression for a key of a pattern (get_pattern_key)."""
-    return rf"(.*\.)?({key})$"
-
-
-def _first_matching_key(layer: LayerSpec, keys: Iterable[str]) -> str | None:
-    return next((key for key in keys if re.match(_pattern_expression(key), layer.name)), None)
 
 
 def _match_name(text: str, layers: Sequence[LayerSpec], others: Mapping[str, str]) -> list[LayerSpec]:
