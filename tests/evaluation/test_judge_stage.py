@@ -65,6 +65,8 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
     assert [answer.row_id for answer in answers] == [line["id"] for line in lines][:5]
     assert all(set(answer.verdicts) == {"base"} and "accuracy" in answer.scores for answer in answers)
     assert evaluate.collect_answers(layout.evaluate, found, 0) == []
+    del found.scores["candidate"].metrics["accuracy"]  # as if it were not finite: its samples stay
+    assert not any("accuracy" in one.scores for one in evaluate.collect_answers(layout.evaluate, found, 5))
 
     with pytest.raises(EndpointError):
         evaluate.evaluate(Project.from_parts(layout, wanted))

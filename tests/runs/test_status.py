@@ -82,6 +82,17 @@ def test_resumed_run_counts_repeated_steps_once_and_as_lost(tmp_path: Path) -> N
     assert at_checkpoint.progress().lost_steps == 0
 
 
+def test_a_kill_for_memory_counts_until_the_next_worker_has_smaller_micro_batches() -> None:
+    story = Story().start()
+    story.add("worker_exited", exit_code=-9, failure_class="out_of_memory", decision="Retry", text="killed")
+    assert story.progress().killed_for_memory
+    story.attempt += 1
+    story.add("attempt_started", pid=1, code_version="1").add("interrupted", signal="SIGTERM", step=0)
+    assert story.progress().killed_for_memory, "no worker was ready"
+    assert not story.start().progress().killed_for_memory
+    assert story.progress().start_step == 0
+
+
 def test_best_validation_stays_the_best_when_it_is_done_again() -> None:
     story = Story().start().steps(1, 3).validation(3, 0.8, True).steps(4, 6).validation(6, 0.7, True)
     story = died(story).start(start_step=3).steps(4, 6).validation(6, 0.7, True)

@@ -278,6 +278,13 @@ def test_a_worker_that_stalls_again_and_again_is_given_up(stage: Stage) -> None:
 # ------------------------------------------------------------------------------------------------------------- stops
 
 
+def test_checkpoints_after_a_damaged_one_are_progress_too(stage: Stage) -> None:
+    stage.set(max_restarts=1)
+    with pytest.raises(RunFailedError, match="without a new checkpoint"):
+        stage.play(*(f"checkpoint({step}); kill()" for step in (9, 4, 5, 6, 6)), "finish()")
+    assert stage.ends() == [("killed", "Retry")] * 4 + [("killed", "GiveUp")]
+
+
 def test_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> None:
     stopped(stage, "until_asked()", r"stopped on request; run it again to resume \(a checkpoint of step 5")
     assert stage.ends() == []

@@ -14,10 +14,12 @@ from ratchet.cli.compare import format_comparison
 from ratchet.cli.main import main
 from ratchet.config.gate import Gate
 from ratchet.config.settings import Settings
+from ratchet.reports.comparison import EvaluationIndex, ModelEvaluation
 from ratchet.stages.compare import compare
 from ratchet.stages.project import Project
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
+from ratchet.storage.records.evaluation import ModelRole
 from trained_runs import HOSTILE, OTHER_DATA, Training
 
 SETTINGS = Settings(gate=Gate(resamples=1000))
@@ -102,6 +104,24 @@ def test_seeds_on_the_same_validation_rows_are_tested(project: ProjectLayout, ru
     assert f"accuracy (validation rows): wide better than {runs[0]}, 0.9 to 0.6" in text
     found = table(section(page, "significance"), "Differences on the same rows")
     assert found["accuracyvalidation rows"][0] == f"✔ wide is better than {runs[0]}"
+
+
+def test_test_rows_of_a_group_are_noted_as_those_of_one_run(
+    project: ProjectLayout, runs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = cases.evidence({"base": {"accuracy": cases.right(100)}, "candidate": {"accuracy": cases.right(160)}})
+    roles: dict[str, ModelRole] = {FIRST.spec.run_id: "base", WIDE[1].spec.run_id: "candidate"}
+
+    def for_run(self: EvaluationIndex, run_id: str) -> list[ModelEvaluation]:
+        chosen = [roles[run_id]] if run_id in roles else []
+        return [ModelEvaluation(run_id, role, "here", found.report, found.samples[role]) for role in chosen]
+
+    monkeypatch.setattr(EvaluationIndex, "for_run", for_run)
+    text, page = compared(project, *runs)
+    assert "accuracy (test rows): wide better than" in text
+    note = f"wide: the scores on test rows are those of run {WIDE[1].spec.run_id} alone"
+    assert note in text
+    assert note in page
 
 
 def test_trainings_on_different_data_are_noted_and_not_tested(project: ProjectLayout, runs: tuple[str, str]) -> None:

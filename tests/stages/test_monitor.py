@@ -357,6 +357,20 @@ def test_requests_of_other_versions_and_times_are_left_out(monitored: Project, t
     assert (report.requests, report.earlier) == (4, 2)
 
 
+def test_later_scores_of_requests_that_were_left_out_are_left_out_too(monitored: Project, tmp_path: Path) -> None:
+    lines = [line | {"score": None} for line in requests(2, 6)]
+    lines[0]["time"] = "2025-12-31T23:59:59Z"
+    lines[1]["version"] = 3
+    log = write_log(tmp_path / "log.jsonl", lines)
+    report = monitor(monitored, [log])
+    write_log(log, [{"id": line["id"], "score": 0} for line in lines], "a")
+    report = monitor(monitored, [log])
+    assert (report.requests, report.earlier, result(report, "scores").observed) == (4, 4, 4)
+    write_log(log, [lines[0] | {"time": None, "score": 1}], "a")  # this version has a request with this id too
+    report = monitor(monitored, [log])
+    assert (report.requests, report.earlier, result(report, "scores").observed) == (5, 4, 5)
+
+
 def test_clear_messages_about_what_is_missing(project: ProjectLayout, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", requests(2, 30))
     plain = Project.from_parts(project, Settings())

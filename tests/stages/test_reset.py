@@ -11,7 +11,7 @@ import pytest
 from ratchet.cli.main import main
 from ratchet.cli.reset import format_reset, format_target
 from ratchet.config.train import Train
-from ratchet.errors import DataError, LockHeldError, StorageError
+from ratchet.errors import DataError, LockHeldError, SettingsError, StorageError
 from ratchet.runs.directory import RESULT, RunDirectory, RunPaths, RunSpec
 from ratchet.runs.journal import JournalEvent
 from ratchet.stages.reset import ResetTarget, reset
@@ -185,6 +185,12 @@ def test_no_training_can_start_while_the_user_is_asked(layout: ProjectLayout, ru
 
     reset(layout, run.root.name, confirm)
     assert not run.root.exists()
+
+
+def test_an_empty_name_is_no_run(layout: ProjectLayout, run: RunPaths) -> None:
+    with pytest.raises(SettingsError, match="which run"):
+        reset(layout, "")
+    assert run.root.exists()
 
 
 def test_a_missing_run_is_reported_with_those_that_exist(layout: ProjectLayout, run: RunPaths) -> None:

@@ -18,8 +18,8 @@ import ratchet
 import tiny_project
 from ratchet.cli.main import main
 from ratchet.config import params_file
-from ratchet.errors import InputError, RunFailedError, SettingsError
-from ratchet.runs.job_queue import Job
+from ratchet.errors import InputError, RunFailedError, SettingsError, StorageError
+from ratchet.runs.job_queue import Job, JobQueue
 from ratchet.stages import work as stage
 from ratchet.stages.submit import open_queue, read_queue, submit
 from ratchet.stages.work import make_workspace, work
@@ -195,6 +195,25 @@ def test_a_machine_with_other_data_does_not_train_another_run_for_the_job(
     assert found.state == "failed"
     assert "differ from those of the last attempt: they make run run, that one made 0123456789ab" in found.note
     assert (project.root / "ran").read_text(encoding="utf-8").split() == ["base", "prepare"]
+
+
+def test_a_database_that_does_not_answer_for_a_moment_is_no_failure_of_the_job(
+    project: ProjectLayout, stages: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages("")
+    original, outages = JobQueue.set_run, [StorageError("no answer"), StorageError("no answer")]
+
+    def set_run(self: JobQueue, job: Job, run_id: str) -> bool:
+        if outages:
+            raise outages.pop()
+        return original(self, job, run_id)
+
+    monkeypatch.setattr(JobQueue, "set_run", set_run)
+    opened, lines = ratchet.Project(project.root), list[str]()
+    submit(opened)
+    assert work(opened, lines.append, exit_when_idle_s=0.0).done == (1,)
+    assert not outages and jobs(opened)[0].run_id == "run"
+    assert any("no answer (trying again for" in line for line in lines)
 
 
 def test_a_worker_on_which_three_jobs_fail_ends(project: ProjectLayout, stages: Callable[[str], None]) -> None:

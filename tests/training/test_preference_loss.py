@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ratchet.config.train import Objective, Train
+from ratchet.data.batches import TokenRows
 from ratchet.data.conversation import IGNORE_INDEX
 from ratchet.errors import DataError, InterruptedRunError
-from ratchet.models.preference_loss import Preference, weigh_labels
+from ratchet.models import adapters
+from ratchet.models.loss import SequenceBatch, answer_nll
+from ratchet.models.preference_loss import Preference, PreferenceLoss, compute_pair_losses, weigh_labels
 from ratchet.runs.directory import RunPaths
 from ratchet.training.trainer import TrainingLoop
 from small_loop import SMALL, after_steps, loop_of, losses, steps, trained_by
@@ -185,3 +190,48 @@ def test_an_adapter_on_the_head_gets_the_gradient_of_the_paper(tmp_path: Path, o
     loop.context.model.train()
     pairs = [rows[k : k + 2] for k in range(0, len(rows), 2)]
     check_gradients(loop, plain_loss(loop, objective, train.beta, pairs), step=2)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_trained_rows_of_a_tied_head_get_the_gradient_of_the_paper(objective: Objective) -> None:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    train = Train(objective=objective, rank=4, quantization="none")
+    model = adapters.attach(base, train, "a" * 64, [38, 39])
+    reward = Preference.from_settings(train, model, TokenRows.from_lists([[1]], [[1]]))
+    parameters = [parameter for _, parameter in adapters.trainable_parameters(model)]
+    for parameter in parameters:
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    ids = torch.randint(0, 40, (4, 10))
+    ids[:, 6] = 38
+    labels = torch.where(torch.arange(10) < 4, IGNORE_INDEX, ids)
+    batch = SequenceBatch(ids, labels, None)
+    PreferenceLoss(model, batch, 1.0, reward).backward()
+    found = [parameter.grad.clone() for parameter in parameters]
+    model.zero_grad()
+    sums = -answer_nll(model, ids, labels).sum(1).double()
+    if objective == "dpo":
+        with model.disable_adapter(), torch.no_grad():
+            reference = -answer_nll(model, ids, labels).sum(1).double()
+        differences = (sums - reference)[0::2] - (sums - reference)[1::2]
+        loss = -functional.logsigmoid(train.beta * differences).sum()
+    else:
+        means = sums / 6
+        odds = (means.exp() / (1 - means.exp())).log()
+        loss = (-means[0::2] - train.beta * functional.logsigmoid(odds[0::2] - odds[1::2])).sum()
+    loss.backward()
+    for gradient, parameter in zip(found, parameters, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("certain", [0, 1])
+def test_a_certain_answer_of_orpo_has_finite_odds(certain: int) -> None:
+    likelihoods = torch.tensor([-5.0, -5.0], dtype=torch.float64)
+    likelihoods[certain] = 0.0
+    found = compute_pair_losses(likelihoods, None, torch.tensor([2, 2]), "orpo", 0.1)
+    assert all(bool(tensor.isfinite().all()) for tensor in (found.losses, found.gradient, found.rewards))

@@ -31,6 +31,8 @@ from ratchet.redaction import SETTING_PREFIX, redact
 
 COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
 """Options that override a setting. Messages name both."""
+BAD_VALUES = (ValueError, KeyError, TypeError, RecursionError)
+"""Errors of ruamel.yaml for values that it cannot make: an impossible date, an unknown tag, a list in itself."""
 FOUND_CHARACTERS = 60
 """A longer value is shortened in messages."""
 COMMENT_COLUMNS = 118
@@ -124,8 +126,8 @@ def parse_changes(items: Sequence[str]) -> dict[str, Any]:
 def _parse_value(text: str, label: str) -> Any:
     """Return a value that is written as in params.yaml. Raises SettingsError, whose message begins with the label."""
     try:
-        return YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError):  # an impossible date is a ValueError
+        return _convert_to_builtin(YAML(typ="safe", pure=True).load(text))
+    except (YAMLError, *BAD_VALUES):
         raise SettingsError(f"{label}: found {_format_found(text)}; expected a value as in params.yaml") from None
 
 
@@ -159,6 +161,7 @@ def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
     """Return a params.yaml as ruamel's document, which knows lines, and as built-in types. Raises SettingsError."""
     try:
         document = YAML(typ="rt").load(text)
+        plain = _convert_to_builtin(document)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -168,11 +171,10 @@ def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
         raise SettingsError(
             f"{name}:{number}: found character U+{ord(text[error.position]):04X}, which YAML does not allow; remove it"
         ) from None
-    except YAMLError as error:
+    except (YAMLError, *BAD_VALUES) as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
         raise SettingsError(f"{name}: found {_format_found(document)}; expected sections such as `train:`")
-    plain: dict[str, Any] = _convert_to_builtin(document)
     return document, plain
 
 
@@ -352,7 +354,7 @@ def _format_problem(document: CommentedMap, item: dict[str, Any], name: str) -> 
     keys, line = [], 1
     for key, node in _walk_location(document, item):
         keys.append(str(key))
-        if isinstance(node, CommentedMap) and key in node:
+        if isinstance(node, CommentedMap) and key in node and node.lc.data:  # an ordered map has no lines
             line = node.lc.key(key)[0] + 1
         elif isinstance(node, CommentedSeq):
             line = node.lc.item(key)[0] + 1

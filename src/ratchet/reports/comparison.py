@@ -59,6 +59,8 @@ POINTS, LEAST_POINTS = 3600, 150
 """Maximum number of points of all curves of one kind on a page, and minimum number of points of a curve."""
 MOST_POINTS = 600
 """Maximum number of points of a curve."""
+MAX_VERSION_DIGITS = 18
+"""Maximum number of digits of a version."""
 SEED = "train.seed"
 ONE_RUN_NOTE = (
     "Each side is one run, so a significant difference is between these models. Other seeds of the same settings may "
@@ -162,7 +164,7 @@ class ComparisonIndex:
                 raise DataError(f"{name}: does not exist yet; run `ratchet promote` to create it")
             number = champion.version
         else:
-            number = int(name[1:])
+            number = int(name[1:]) if len(name) <= MAX_VERSION_DIGITS else 0
         if number not in self.versions:
             known = _join_names([f"v{version}" for version in self.versions]) or "none"
             raise DataError(f"{name}: this project has no such promoted version; versions: {known}")
@@ -595,7 +597,7 @@ def compare_subjects(
         comparison_rows([[run.execution for run in side.runs] for side in sides]),
         tuple(test_results),
         incomparable,
-        (*_collect_notes(sides), *([ONE_RUN_NOTE] if test_results and all(len(s.runs) == 1 for s in sides) else [])),
+        (*_collect_notes(sides), *_describe_tested_runs(sides, test_results)),
     )
 
 
@@ -667,6 +669,20 @@ def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIn
         descriptions.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted earlier"))
     decisions = [use.decision for use in test_sets.read_test_set_uses(layout) if use.run_id == run_id and use.decision]
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
+
+
+def _describe_tested_runs(sides: Sequence[ComparisonSide], results: Sequence[PairwiseTestResult]) -> Iterable[str]:
+    """Yield notes about tests of single runs, whose results may differ with other seeds."""
+    if results and all(len(side.runs) == 1 for side in sides):
+        yield ONE_RUN_NOTE
+    tested = {name for result in results if result.rows == TEST for name in (result.leader, result.other)}
+    for side in sides:
+        if side.name in tested and len(side.runs) > 1:
+            measured = next(evaluation.run_id for evaluation in side.evaluations if evaluation.samples)
+            yield (
+                f"{side.name}: the scores on test rows are those of run {measured} alone, because an evaluation scores "
+                "one run. Its other seeds may give another result."
+            )
 
 
 def _collect_notes(sides: Sequence[ComparisonSide]) -> Iterable[str]:

@@ -79,6 +79,10 @@ class ReplicationSession:
                 except RatchetError as error:  # for `ratchet status`
                     self._run.journal.append("start_refused", text=str(error))
                     raise
+                if stop.is_requested:
+                    raise InterruptedRunError(
+                        f"run {self._run.paths.root.name}: stopped while its replica was read; run it again to resume"
+                    )
             try:
                 yield
             except (InterruptedRunError, LeaseHeldError):

@@ -141,7 +141,9 @@ class RunProgress:
     attempt_ends: list[str] = field(default_factory=list)
     """Causes of the ends of earlier attempts, one line each."""
     killed_for_memory: bool = False
-    """Whether the last attempt that ended ran out of memory."""
+    """Whether the last attempt ran out of memory. The next worker then computes smaller micro-batches, once."""
+    start_step: int | None = None
+    """Step from which the last attempt trains; None until its worker is ready."""
     lost_steps: int = 0
     skipped_steps: dict[int, str] = field(default_factory=dict)
     """Reason by step, for steps that were skipped or rolled back."""
@@ -223,10 +225,12 @@ class RunProgress:
             self._open_attempt = True
             self._recent.clear()
             self.attempts, self.stopped, self.finished, self.refusal = event.attempt, False, None, None
+            self.start_step = None
             self.code_version = str(data.get("code_version", ""))
         elif event.kind == "worker_ready":
             self.planned_steps, self.ranks_text = int(data["planned_steps"]), describe_ranks(data)
-            self.step = int(data["start_step"])
+            self.step = self.start_step = int(data["start_step"])
+            self.killed_for_memory = False
             self.lost_steps += max(0, self._reached_step - self.step)
             self._reached_step = self.step
         elif event.kind == "worker_exited":

@@ -158,8 +158,9 @@ class _Supervisor:
         previous = state.progress.code_version
         if previous and previous != code_version:
             self._notify("notice", f"code version changed within the run, from {previous} to {code_version}")
-        attempt, last_step = state.progress.attempts, state.progress.checkpoint_step
-        failures: list[Retry] = []
+        attempt, failures = state.progress.attempts, list[Retry]()
+        # Start and newest checkpoint of attempts: after a damaged checkpoint, an attempt starts at an earlier step.
+        advances = set[tuple[int, int]]()
         if self._preemption:
             self._preemption.start()
         sampler = None
@@ -182,8 +183,9 @@ class _Supervisor:
                 if (end.exit_code == 0 or state.progress.finished) and run.paths.is_finished():
                     return
                 end = self._add_worker_error(end)
-                if state.progress.checkpoint_step > last_step:
-                    last_step = state.progress.checkpoint_step
+                start, saved = state.progress.start_step, state.progress.checkpoint_step
+                if start is not None and saved > start and (start, saved) not in advances:
+                    advances.add((start, saved))
                     failures = []
                 failures.append(self._handle_failure(end, failures))
         finally:
@@ -449,8 +451,10 @@ class JournalLogCallback:
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Write the next events. An event that lacks a key of its kind is logged as damaged."""
+        # Only the journal of another machine has earlier events. The clock may be set back at any time.
+        is_replaced = self._inode_and_size()[0] != self._began_inode
         for event in events:
-            if event.t < self._began_t:
+            if is_replaced and event.t < self._began_t:
                 continue
             try:
                 described = _describe_event(event)

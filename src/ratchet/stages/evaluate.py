@@ -485,11 +485,11 @@ def collect_answers(folder: Path, report: EvaluationReport, limit: int) -> list[
         return []
     rows = {row["id"]: row for row in base.read_lines(folder / ROWS)}
     answers = {line["id"]: line["answers"] for line in base.read_lines(folder / answers_file(role))}
-    chosen = list(answers)[:limit]
+    chosen, metrics = list(answers)[:limit], report.scores[role].metrics
     scores = {
         metric: {line["id"]: line["value"] for line in base.read_lines(folder / file)}
         for metric, file in report.scores[role].samples.items()
-        if report.scores[role].metrics[metric].kind != "perplexity"
+        if metric in metrics and metrics[metric].kind != "perplexity"  # metrics that are not finite are left out
     }
     comparisons = report.judge_report.comparisons if report.judge_report is not None else ()
     judged = {

@@ -293,7 +293,7 @@ class LabelRequest(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":
             raise RefusedRequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected application/json")
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+        if not length.isdecimal() or len(length) > len(str(MAX_BODY_BYTES)) or int(length) > MAX_BODY_BYTES:
             raise RefusedRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_BODY_BYTES} bytes")
         try:
             fields = json.loads(self.rfile.read(int(length)))

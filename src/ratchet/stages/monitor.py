@@ -524,12 +524,19 @@ class MonitorSession:
             return
         self._recognised += 1
         key = None if request.id is None else _hash_id(request.id)
+        # Later lines with a score have neither time nor version, so the ids of requests that are left out are kept.
+        left_out = None if request.id is None else _hash_id(f"left out {request.id}")
         is_earlier = request.time_s is not None and request.time_s < (self.target.since_s or 0.0)
         if is_earlier or (request.version is not None and request.version != self.target.version):
             self._counts["earlier"] += key not in self._request_ids
+            if left_out is not None:
+                self._request_ids.add(left_out)
             return
         time_s = request.time_s or 0.0
         has_text = request.prompt is not None or request.answer is not None
+        if not has_text and key not in self._request_ids and left_out in self._request_ids:
+            self._counts["earlier"] += 1
+            return
         if has_text and (key is None or key not in self._request_ids):
             self._counts["requests"] += 1
             if key is not None:

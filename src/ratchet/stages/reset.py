@@ -60,7 +60,7 @@ def reset(
 
     Args:
         layout: the project.
-        run: run id, or its first characters; None is refused.
+        run: run id, or its first characters; None and an empty text are refused.
         confirm: called with the run before it is removed, while the run is locked; False keeps it.
 
     Raises:
@@ -69,7 +69,7 @@ def reset(
         SettingsError: no run was named.
         StorageError: the directory cannot be removed.
     """
-    if run is None:
+    if not run:  # an empty text would be the beginning of each id
         raise SettingsError("which run? Give its id or the first characters; `ratchet status` shows the latest")
     for folder in (layout.runs, layout.generations):
         for path in folder.glob(f"{files.PARTIAL}*-doomed-*"):  # left by a killed `reset` with this process id
@@ -113,7 +113,7 @@ def reset_replica(
         ReplicaError: the replica cannot be reached.
     """
     store, prefix = remote_status.resolve_replica(machine, replica, run)
-    if prefix is None:
+    if not prefix:
         raise SettingsError(
             "reset --replica: which run? Give its id or the first characters; `ratchet status --replica` lists them"
         )
@@ -130,9 +130,9 @@ def reset_replica(
         for kind in ("result", "checkpoints", "journal"):
             store.remove([name for name in objects if name.startswith(f"{names.folder(kind)}/")])
         store.remove([name for name in objects if name != names.lease])
+        lease.remove()
     finally:
         lease.release()
-    store.remove([names.lease])
     return ReplicaResetResult(target=target, was_removed=True)
 
 

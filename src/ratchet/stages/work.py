@@ -167,7 +167,10 @@ class _QueueWorker:
         title = f"job {job.id}"
         self._on_progress(f"{title}: attempt {job.attempts} of {job.max_attempts}{job.changes and f' ({job.changes})'}")
         with _LeaseRenewal(self._queue, job, self._machine.lease_timeout_s, self._on_progress) as lease:
-            attempt = _JobAttempt(self._project, self._queue, job, lease, self.stop, self._on_progress)
+            attempt = _JobAttempt(
+                self._project, lambda run_id: self._ask(lambda: self._queue.set_run(job, run_id)), job, lease,
+                self.stop, self._on_progress,
+            )  # fmt: skip
             try:
                 outcome = attempt.run()
             except RatchetError as error:
@@ -260,10 +263,10 @@ class _JobAttempt:
     """One attempt of a job, in its workspace."""
 
     def __init__(
-        self, project: Project, queue: JobQueue, job: Job, lease: _LeaseRenewal, stop: StopSignal,
+        self, project: Project, record_run: Callable[[str], object], job: Job, lease: _LeaseRenewal, stop: StopSignal,
         on_progress: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._project, self._queue, self._job, self._lease, self._stop = project, queue, job, lease, stop
+        self._project, self._record_run, self._job, self._lease, self._stop = project, record_run, job, lease, stop
         self._on_progress = on_progress
         self._grace_s = project.settings.machine.grace_period_s + STOP_MARGIN_S
         folder = project.layout.queue
@@ -313,7 +316,7 @@ class _JobAttempt:
                 f"the data or the base of {self._project.root} differ from those of the last attempt: they make run "
                 f"{run_id}, that one made {self._job.run_id}; update the files of the workers, or submit it again"
             )
-        self._queue.set_run(self._job, run_id)
+        self._record_run(run_id)
         return ""
 
     def _run_stage(self, stage: str) -> _Outcome | None:

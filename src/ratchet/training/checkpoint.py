@@ -303,6 +303,7 @@ def _verify_or_repair(paths: RunPaths, step: int, notice: Callable[[str], None])
     try:
         return _verify_and_read(path)
     except DamagedFileError:
+        files.remove_partials(path)  # of a repair that was killed
         manifest = files.read_manifest(path)  # without a manifest, nothing is known about the files
         others = [paths.checkpoint(other) for other in reversed(paths.checkpoint_steps()) if other != step]
         for name in [name for name, entry in manifest.files.items() if not _has_entry(path / name, entry)]:

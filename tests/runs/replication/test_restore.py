@@ -1,8 +1,10 @@
 """Tests of restoring a run directory from its replica: progress, stop requests and no leftovers."""
 
 import os
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,12 @@ import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from progress_recorder import ProgressRecorder
 from ratchet.errors import InterruptedRunError, ReplicaError
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.replication import restore
+from ratchet.runs.replication.lease import ReplicaLease
 from ratchet.runs.replication.store import ReplicaStore, TransferLimits
-from ratchet.stages.reset import reset
+from ratchet.runs.replication_protocol import ReplicationSession
+from ratchet.stages.reset import reset, reset_replica
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.progress import use_reporter
 
@@ -113,6 +119,72 @@ def test_reset_removes_it_with_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("RATCHET_RUNS", str(back.paths.root.parent))
     assert reset(ProjectLayout(tmp_path / "project"), NAMES.run_id).was_removed
     assert list(back.paths.root.parent.iterdir()) == []
+
+
+def test_local_state_stays_when_a_fetch_is_stopped(tmp_path: Path) -> None:
+    trained(tmp_path, "first", 2)
+    trained(tmp_path, "second", 4)
+    back = Node(tmp_path, "first", settings(tmp_path))
+    journal = back.paths.journal.read_bytes()
+    with pytest.raises(InterruptedRunError, match="stopped while fetching"):
+        back.replicator.acquire(lambda: bool(list(back.paths.checkpoints.glob(".partial-*"))))
+    assert (snapshots.newest(back.paths), aside(back)) == ((2, []), set())
+    assert back.paths.journal.read_bytes() == journal
+    back.close()
+    assert snapshots.newest(trained(tmp_path, "first").paths) == (4, [])
+
+
+def test_local_state_that_a_killed_fetch_has_moved_aside_is_used_again(tmp_path: Path) -> None:
+    first = trained(tmp_path, "first", 2)
+    trained(tmp_path, "second", 4)
+    killed = Node(tmp_path, "first", settings(tmp_path))
+    assert restore.set_aside(killed.run)
+    killed.close()
+    for name in store(tmp_path).list(NAMES.folder("objects")):
+        store(tmp_path).remove([name])
+    back = Node(tmp_path, "first", settings(tmp_path)).acquire()
+    assert snapshots.newest(back.paths) == (2, [])
+    assert back.paths.journal.stat().st_size > 0
+    assert aside(back) == set()
+    back.close()
+    assert first.paths.root == back.paths.root
+
+
+def test_a_request_to_stop_while_local_checkpoints_are_read_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, original = trained(tmp_path, "first", 2), restore.find_valid_step
+
+    def find(paths: RunPaths) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(paths)
+
+    monkeypatch.setattr(restore, "find_valid_step", find)
+    again = Node(tmp_path, "first", settings(tmp_path))
+    session = ReplicationSession(again.replicator, again.run, settings(tmp_path))
+    with pytest.raises(InterruptedRunError, match="stopped while its replica was read"), session.hold_lease():
+        pytest.fail("the run would start")
+    again.close()
+    assert snapshots.newest(first.paths) == (2, [])
+
+
+def test_a_run_that_is_removed_from_the_replica_while_a_machine_waits_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, "first", 2)
+    original = ReplicaLease.acquire
+
+    def acquire(self: ReplicaLease, *arguments: Any) -> None:
+        monkeypatch.setattr(ReplicaLease, "acquire", original)
+        assert reset_replica(settings(tmp_path), str(tmp_path / "replica"), NAMES.run_id).was_removed
+        assert not store(tmp_path).list(NAMES.root)
+        self.acquire(*arguments)
+
+    monkeypatch.setattr(ReplicaLease, "acquire", acquire)
+    back = Node(tmp_path, "first", settings(tmp_path)).acquire()
+    back.wait_until_replicated()
+    back.close()
+    assert snapshots.newest(trained(tmp_path, "third").paths) == (2, [])
 
 
 def test_local_state_is_used_where_the_replica_has_no_whole_checkpoint(tmp_path: Path) -> None:

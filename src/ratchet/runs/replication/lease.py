@@ -282,6 +282,14 @@ class ReplicaLease:
             except ReplicaError as error:  # other machines wait until the lease expires
                 self._trouble = str(error)
 
+    def remove(self) -> None:
+        """Remove the lease while it is held, so that the next machine's lease stays. Raises ReplicaError."""
+        self._ended.set()
+        with self._mutex:
+            if self._record.state == "holding" and self._lost_reason is None:
+                self._store.remove([self._names.lease])
+                self._record = replace(self._record, state="released")
+
     def _take(self, earlier: LeaseRecord | None, version: "UpdateVersion | None") -> None:
         """Write the lease as its next holder. Raises ConflictError if another machine was faster."""
         highest = max(earlier.token if earlier else 0, find_highest_token(self._store, self._names))

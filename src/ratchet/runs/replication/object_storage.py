@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -286,8 +287,9 @@ class ObjectStorage:
         """Remove files that killed processes left in a folder more than a day ago, by the clock of the disk."""
         for parent, _, names in os.walk(self.folder or os.devnull):
             for path in (Path(parent, name) for name in names if self._is_partial(name)):
-                if path.stat().st_mtime < time.time() - STALE_AGE_S:
-                    path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # another process may complete or remove it
+                    if path.stat().st_mtime < time.time() - STALE_AGE_S:
+                        path.unlink()
 
     def _is_internal(self, name: str) -> bool:
         return self.folder is not None and name.rsplit("/", 1)[-1].startswith(".")

@@ -291,7 +291,8 @@ class RunReplicator:
                 context.log_notices(source.notices)
                 return
             self._lease.acquire(stopping, print_notice, context.find_previous_claim(state))
-            if not is_in_replica:
+            # `ratchet reset --replica` may have removed the run meanwhile.
+            if not restore.require_same_spec(source.store, context.names, context.run.spec):
                 source.store.write(context.names.spec, context.run.paths.spec.read_bytes())
             state = self._synchronize(source, state)
             source.store.remove([context.names.object(digest) for digest in source.damaged])

@@ -233,6 +233,10 @@ def _put_back(run: RunDirectory, names: Collection[str]) -> None:
     run.journal.reopen()
 
 
+def _list_superseded(paths: RunPaths) -> set[str]:
+    return {path.name for folder in (paths.checkpoints, paths.root) for path in folder.glob(f"{SUPERSEDED}*")}
+
+
 def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
     """Remove the files that `set_aside` renamed, except those named in `but`. Raises OSError."""
     for folder in (paths.checkpoints, paths.root):
@@ -244,10 +248,20 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
 def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
     """Restore the state in the replica. The local state is moved aside first.
 
-    If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back.
+    If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back. So it
+    is if the restore fails; after a kill, the next restore moves it back first.
     """
-    local_step, superseded = find_valid_step(run.paths), set_aside(run)
-    steps = restore_checkpoint(run.paths, source)
+    local_step = find_valid_step(run.paths)
+    if not local_step and (names := _list_superseded(run.paths)):
+        _put_back(run, names)
+        local_step = find_valid_step(run.paths)
+    superseded = set_aside(run)
+    try:
+        steps = restore_checkpoint(run.paths, source)
+    except BaseException:
+        if local_step:
+            _put_back(run, superseded)
+        raise
     if local_step and not steps:
         _put_back(run, superseded)
         return RestoreResult(None, (), None, has_kept_local=True)
@@ -262,6 +276,7 @@ def find_valid_step(paths: RunPaths) -> int:
     none."""
     for step in reversed(paths.checkpoint_steps()):
         try:
+            files.remove_partials(paths.checkpoint(step))  # of a repair that was killed
             files.verify_sealed(paths.checkpoint(step), CHECKPOINT)
             for other in manifests.build_checkpoint_manifest(paths.checkpoint(step)).refers_to:
                 files.verify_sealed(paths.checkpoint(other), CHECKPOINT)
