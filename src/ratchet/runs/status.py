@@ -143,7 +143,7 @@ class RunProgress:
     killed_for_memory: bool = False
     """Whether the last attempt ran out of memory. The next worker then computes smaller micro-batches, once."""
     start_step: int | None = None
-    """Step from which the last attempt trains; None until its worker is ready."""
+    """Step from which the last attempt began to train; None until its worker is ready."""
     lost_steps: int = 0
     skipped_steps: dict[int, str] = field(default_factory=dict)
     """Reason by step, for steps that were skipped or rolled back."""
@@ -229,7 +229,9 @@ class RunProgress:
             self.code_version = str(data.get("code_version", ""))
         elif event.kind == "worker_ready":
             self.planned_steps, self.ranks_text = int(data["planned_steps"]), describe_ranks(data)
-            self.step = self.start_step = int(data["start_step"])
+            self.step = int(data["start_step"])
+            if self.start_step is None:  # ranks that join later make the attempt's workers start again
+                self.start_step = self.step
             self.killed_for_memory = False
             self.lost_steps += max(0, self._reached_step - self.step)
             self._reached_step = self.step
