@@ -150,10 +150,14 @@ def test_a_directory_without_tools_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_types_that_need_the_tool_are_refused_early(tmp_path: Path) -> None:
-    llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["f32", "q8_0", "q4_0"])
-    llama_cpp_tools.require_quantizer(LlamaCppTools(tmp_path, None), ["q8_0", "q4_k_m"])
+    llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["f32", "q8_0", "q4_0"], True)
+    llama_cpp_tools.require_quantizer(LlamaCppTools(tmp_path, None), ["q8_0", "q4_k_m"], True)
     with pytest.raises(SettingsError, match="q6_k needs"):
-        llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["q8_0", "q6_k", "q4_k_m"])
+        llama_cpp_tools.require_quantizer(LlamaCppTools(None, None), ["q8_0", "q6_k", "q4_k_m"], True)
+    # llama.cpp's converter writes other types than our writer.
+    llama_cpp_tools.require_quantizer(LlamaCppTools(None, tmp_path), ["f32", "q8_0"], False)
+    with pytest.raises(SettingsError, match=r"q4_0 needs .* a type that needs no tool \(bf16, f16, f32, q8_0, "):
+        llama_cpp_tools.require_quantizer(LlamaCppTools(None, tmp_path), ["q8_0", "q4_0"], False)
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", "q4_0"])

@@ -64,6 +64,18 @@ def test_the_first_of_two_answers_counts(paths: GenerationPaths) -> None:
     assert paths.ledger.read_bytes().count(b"\n") == 1
 
 
+def test_answers_that_look_like_secrets_are_kept_as_they_are(paths: GenerationPaths) -> None:
+    texts = ["postgres://admin:hunter2@db.example/x", "export API_KEY=abcdef0123456789", "password: swordfish"]
+    ledger = opened(paths)
+    for place, text in enumerate(texts):
+        ledger.add(answer(place, text))
+    ledger.close()
+    opened(paths, attempt=2).close()  # writes the ledger again
+    ledger = opened(paths, attempt=3, add=range(len(texts), TOTAL))
+    ledger.seal(TOTAL)
+    assert [found.text for found in ledger.read_all()][: len(texts)] == texts
+
+
 def test_a_damaged_line_is_reported_and_its_answer_is_missing(paths: GenerationPaths) -> None:
     opened(paths, add=range(3)).close()
     whole = paths.ledger.read_bytes()

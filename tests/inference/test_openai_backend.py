@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import group_cases
 from generations import SETTINGS, Generation, project, with_generate, write_prompts
 from ratchet.config.machine import EndpointSettings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK
@@ -127,6 +128,27 @@ def test_many_refusals_without_answer_stop_the_generation(tmp_path: Path) -> Non
         made = Generation(tmp_path / "p", write_prompts(tmp_path / "many.jsonl", 200), QUICK, server.url)
         assert made.work() == EXIT_INPUT
         assert 16 <= len(server.got) <= 16 + QUICK.machine.endpoint.max_concurrency
+
+
+def test_prompts_are_sent_again_after_many_refusals_when_one_is_answered(tmp_path: Path) -> None:
+    project(tmp_path / "p", QUICK)
+    refusals = []
+
+    def script(body: JSON, number: int) -> Said:
+        if asked_of(body) == first:
+            group_cases.until(lambda: len(refusals) >= 16, "16 refusals")
+        elif len(refusals) < 20:
+            refusals.append(number)
+            return error(400, "against our content policy")
+        return echo(body, number)
+
+    prompts = write_prompts(tmp_path / "many.jsonl", 60)
+    first = json.loads(prompts.read_text().splitlines()[0])["prompt"]
+    with served(script) as server:
+        made = Generation(tmp_path / "p", prompts, QUICK, server.url)
+        assert made.work() == EXIT_OK
+    finishes = Counter(one["finish"] for one in made.records())
+    assert finishes == {"refused": len(refusals), "stop": 60 - len(refusals)}
 
 
 def test_an_answer_of_an_earlier_attempt_counts(tmp_path: Path) -> None:

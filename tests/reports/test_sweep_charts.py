@@ -83,6 +83,20 @@ def test_only_charts_that_have_something_to_show_are_there() -> None:
     assert len(build_charts(REPORTS["four objectives"]())["history"]) == 4
 
 
+def test_a_best_trial_outside_the_frame_is_marked_at_its_edge_without_its_height() -> None:
+    trials = [
+        trial.model_copy(update={"objectives": (-50.0,)}) if trial.number == 32 else trial for trial in FORTY.trials
+    ]
+    report = FORTY.model_copy(update={"trials": tuple(trials), "best": (32,), "winner": None, "final_round": None})
+    [figure] = build_charts(report)["history"]
+    low = figure["layout"]["yaxis"]["range"][0]
+    star = next(trace for trace in figure["data"] if trace["name"] == "best: trial 32")
+    assert star["y"][0] >= low > -50
+    assert all(y is None or y >= low for y in next(t for t in figure["data"] if t["name"] == "best so far")["y"])
+    complete = next(trace for trace in figure["data"] if trace["name"] == "complete")
+    assert "%{y" not in complete["hovertemplate"]
+
+
 def test_history_has_each_trial_where_it_belongs() -> None:
     [figure] = build_charts(FORTY)["history"]
     plain = {one.number: one.objectives[0] for one in FORTY.trials if one.state == "complete"}

@@ -23,7 +23,7 @@ from generations import with_generate
 from ratchet.cli.main import main
 from ratchet.config import params_file
 from ratchet.config.settings import Settings
-from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, SettingsError
+from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, RatchetError, SettingsError
 from ratchet.stages.chat import chat
 from ratchet.stages.project import Project
 from ratchet.storage.layout import ProjectLayout
@@ -254,6 +254,21 @@ def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layou
     with served(lambda body, number: streamed("Hmm. ", "So: </think>", "wet")) as server:
         scripted(layout, server.url, "one", "two")
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
+
+
+def test_a_withheld_answer_is_no_answer(layout: ProjectLayout) -> None:
+    with served(lambda body, number: streamed("wet") if number else streamed(finish="content_filter")) as server:
+        with pytest.raises(RatchetError, match="no answer: the server's filter withholds the answer"):
+            scripted(layout, server.url, "one", "two")
+        assert len(server.got) == 1
+    with (
+        served(lambda body, number: streamed("wet") if number else streamed(finish="content_filter")) as server,
+        ratchet.chat(Project.from_parts(layout, QUICK), server.url) as conversation,
+    ):
+        with pytest.raises(RatchetError, match="no answer"):
+            conversation.ask("one")
+        assert conversation.ask("two") == "wet"
+        assert [message["content"] for message in server.got[1]["messages"]] == ["two"]
 
 
 def test_a_model_in_memory_answers_until_its_context_is_full(layout: ProjectLayout, model: Path) -> None:

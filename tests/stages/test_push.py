@@ -21,11 +21,12 @@ from ratchet.registry import keys, ledger, signature
 from ratchet.registry.hub_card import CardMetadata
 from ratchet.stages.gate import gate
 from ratchet.stages.project import Project
-from ratchet.stages.push import PushOptions, PushResult, push
+from ratchet.stages.push import PushOptions, PushResult, _require_judged_adapter, push
 from ratchet.storage import files
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.base import read_lines
 from ratchet.storage.records.evaluation import EvaluationReport
+from ratchet.storage.records.export import ModelBundle
 from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
 
 REPOSITORY = f"{OWNER}/support"
@@ -206,6 +207,15 @@ def test_a_verdict_that_todays_rules_do_not_give_does_not_count(layout: ProjectL
     card = hub.repositories[REPOSITORY].files["README.md"].decode()
     assert "despite the lack of a current verdict about this adapter: urgent" in card
     assert "| Decision of the gate | none |" in card
+
+
+def test_an_adapter_that_is_not_the_exported_model_is_not_pushed(layout: ProjectLayout, hub: Hub) -> None:
+    bundle = ModelBundle.load(layout.bundle)
+    assert bundle.merge is not None
+    for changes in ({"adapters": {bundle.adapter_digest: 0.1}}, {"modules": ("q_proj",)}):
+        with pytest.raises(SettingsError, match="only the exported one was judged; push --merged or --gguf"):
+            _require_judged_adapter(bundle.model_copy(update={"merge": bundle.merge.model_copy(update=changes)}))
+    _require_judged_adapter(bundle)
 
 
 def test_a_verdict_about_another_adapter_does_not_count(layout: ProjectLayout, hub: Hub) -> None:

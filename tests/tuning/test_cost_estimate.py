@@ -8,7 +8,7 @@ import pytest
 import journaled
 import tiny_project
 import tiny_sweep
-from ratchet.config.sweep import FinalistSettings, ObjectiveSettings, PrunerSettings, SweepParameter
+from ratchet.config.sweep import FinalistSettings, ObjectiveSettings, PrunerSettings, SamplerSettings, SweepParameter
 from ratchet.runs.directory import RunDirectory, RunSpec
 from ratchet.storage.records.data import DatasetCard
 from ratchet.training.run_spec import build_run_spec
@@ -112,6 +112,13 @@ def test_a_space_with_few_points_has_few_trials(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "project", settings)
     estimate = estimate_sweep(layout, settings, SearchSpace.from_settings(settings), workers=1)
     assert (estimate.trials, estimate.final_trainings) == (2, 2 * 2)
+
+
+def test_a_grid_has_as_many_trials_as_points(tmp_path: Path) -> None:
+    space = {"train.learning_rate": SweepParameter(low=1e-4, high=1e-2, log=True)}
+    settings = tiny_sweep.settings(trials=20, space=space, sampler=SamplerSettings(kind="grid"))
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    assert estimate_sweep(layout, settings, SearchSpace.from_settings(settings), workers=1).trials == 4
 
 
 def test_the_first_rung_is_judged_at_the_next_validation(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ratchet.exporters.verification import parity, probe_inputs
 from ratchet.exporters.verification.parity import ModelRuntime, ReferenceOutputs, Score
 from ratchet.exporters.verification.probe_inputs import ProbeInputs
 from ratchet.models import oom
+from ratchet.models.base_model import DATE_FUNCTION, TEMPLATE_DATE
 from ratchet.models.runtimes import llama_server
 from ratchet.registry import model_store
 from ratchet.storage import digests
@@ -187,6 +188,9 @@ def _verify_gguf(
             runtime, exported, probes=probes, second_reader=None if difference is None else reader.NAME,
             second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
+    if DATE_FUNCTION in str(verifier.tokenizer.chat_template):
+        text = f"the chat template writes the date: that of today in llama.cpp, {TEMPLATE_DATE:%d %b %Y} in training"
+        return artifact.model_copy(update={"notes": (*artifact.notes, text)})
     prompts = [tuple(prompt_ids(verifier.tokenizer, question)) for question in probe_inputs.PROBES]
     same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))
     return artifact.model_copy(

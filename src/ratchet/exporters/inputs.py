@@ -45,10 +45,10 @@ def require_exportable(model: Path, settings: Settings, root: Path) -> LlamaCppT
     setting = settings.machine.llama_cpp
     tools = llama_cpp_tools.find_tools(None if setting is None else root / Path(setting).expanduser())
     if export.gguf.types:
-        from ratchet.exporters.gguf import writer  # needs the extra `export`, as onnx below
+        from ratchet.exporters.gguf import architectures, writer  # needs the extra `export`, as onnx below
 
         writer.require_exportable(model, export.gguf.types, tools.convert is not None)
-    llama_cpp_tools.require_quantizer(tools, export.gguf.types)
+        llama_cpp_tools.require_quantizer(tools, export.gguf.types, architectures.is_supported(model))
     if export.onnx.types:
         from ratchet.exporters import onnx
 

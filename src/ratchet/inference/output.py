@@ -72,7 +72,7 @@ class AnswerLedger:
         self._unsealed: dict[int, GenerationAnswer] = {}
         self._read_ledger(on_notice)
         self._rewrite_ledger(attempt, on_notice)
-        self._journal, self._closed = Journal(paths.ledger, attempt), False
+        self._journal, self._closed = Journal(paths.ledger, attempt, redacts=False), False
 
     def has(self, index: int) -> bool:
         """Return whether an answer exists."""
@@ -187,7 +187,7 @@ class AnswerLedger:
         temporary = self._paths.ledger.with_name(f"{files.PARTIAL}{self._paths.ledger.name}")
         try:
             temporary.unlink(missing_ok=True)
-            journal = Journal(temporary, attempt)
+            journal = Journal(temporary, attempt, redacts=False)
             try:
                 for answer in self._unsealed.values():
                     journal.append(EVENT_KIND, **asdict(answer))

@@ -153,7 +153,8 @@ class OpenAIBackend:
             return should_stop()
 
         refusals = _RequestRefusals(self._callbacks)
-        for index, reply in self._endpoint.answers(map(self._to_chat_request, refusals.track(requests)), check_stop):
+        chats = map(self._to_chat_request, _TrackedRequests(requests, refusals))
+        for index, reply in self._endpoint.answers(chats, check_stop):
             for ready_index, ready_reply in refusals.handle(index, reply):
                 yield _parse_answer(ready_index, ready_reply)
         if not should_stop():
@@ -201,6 +202,20 @@ class OpenAIBackend:
         """Do nothing: no connection stays open between requests."""
 
 
+class _TrackedRequests(Iterator[GenerationRequest]):
+    """The requests of an iterator, which ends while there are too many refusals. It continues after an answer."""
+
+    def __init__(self, requests: Iterator[GenerationRequest], refusals: "_RequestRefusals") -> None:
+        self._requests, self._refusals = requests, refusals
+
+    def __next__(self) -> GenerationRequest:
+        if self._refusals.are_too_many:
+            raise StopIteration
+        request = next(self._requests)
+        self._refusals.remember(request)
+        return request
+
+
 class _RequestRefusals:
     """Handles prompts that the server refuses.
 
@@ -216,13 +231,14 @@ class _RequestRefusals:
         """Ids of pending prompts by index, for messages."""
         self._count = 0
 
-    def track(self, requests: Iterator[GenerationRequest]) -> Iterator[GenerationRequest]:
-        """Yield the requests and remember their prompts' ids; stop after too many refusals without an answer."""
-        for request in requests:
-            self._prompt_ids[request.index] = request.prompt.id
-            yield request
-            if len(self._pending) >= MAX_PENDING_REFUSALS and not self._has_answer:
-                return
+    @property
+    def are_too_many(self) -> bool:
+        """Whether no more requests are sent until one of those that were sent is answered."""
+        return len(self._pending) >= MAX_PENDING_REFUSALS and not self._has_answer
+
+    def remember(self, request: GenerationRequest) -> None:
+        """Remember the id of the request's prompt."""
+        self._prompt_ids[request.index] = request.prompt.id
 
     def handle(self, index: int, reply: ChatReply) -> list[tuple[int, ChatReply]]:
         """Return the replies that can be recorded now."""

@@ -31,6 +31,8 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 FourBitType = Literal["nf4", "fp4"]
 
+DATE_FUNCTION = "strftime_now"
+"""Function of chat templates that writes the current date."""
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """Result of `strftime_now` in chat templates (Llama 3.1's own default): data must not depend on the current date."""
 
@@ -223,10 +225,9 @@ def list_weight_files(path: Path) -> list[str]:
 
     Raises BaseModelError if a shard that the index names is missing, or the index is invalid.
     """
-    index = path / INDEX
-    if not index.exists():
-        return [WEIGHTS] if (path / WEIGHTS).exists() else []
-    return list_shards(index)
+    if (path / WEIGHTS).exists():  # transformers prefers it to an index too
+        return [WEIGHTS]
+    return list_shards(path / INDEX) if (path / INDEX).exists() else []
 
 
 def list_shards(index: Path) -> list[str]:
@@ -444,4 +445,4 @@ def _compile_with_fixed_date(text: str, source: Path) -> None:
         line = getattr(error, "lineno", None)
         location = f"{source}:{line}" if line else str(source)
         raise BaseModelError(f"{location}: the chat template is not valid Jinja ({error})") from None
-    compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    compiled.globals[DATE_FUNCTION] = TEMPLATE_DATE.strftime

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
@@ -126,8 +127,13 @@ def _group_by_state(trials: Iterable[Trial]) -> dict[TrialState, list[Trial]]:
 
 
 def _draw_marks(
-    places: Sequence[tuple[Any, Any]], state: TrialState, trials: Sequence[Trial], **more: Any
-) -> dict[str, Any]:
+    places: Sequence[tuple[Any, Any]], state: TrialState, trials: Sequence[Trial],
+    values: Mapping[int, float] | None = None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Draw a mark for each trial. `values` are those of the vertical axis by trial; if a mark is elsewhere, because its
+    value is outside the frame or there is none, the marks are not labelled with their height."""
+    if values is not None and any(values.get(t.number) != y for t, (_, y) in zip(trials, places, strict=True)):
+        more["hovertemplate"] = "trial %{text}<extra>" + state + "</extra>"
     marker = {
         "symbol": SYMBOLS[state],
         "color": COLOURS[state],
@@ -137,8 +143,13 @@ def _draw_marks(
     return {
         "x": [x for x, _ in places], "y": [y for _, y in places], "mode": "markers", "name": state, "marker": marker,
         "text": [trial.number for trial in trials],
-        "hovertemplate": "trial %{text}: %{y:.4g}<extra>" + state + "</extra>", **more,
+        "hovertemplate": "trial %{text}: %{y:.4g}<extra>" + state + "</extra>",
+        **more,
     }  # fmt: skip
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(high, max(low, value))
 
 
 def _draw_star(report: SweepReport, places: Mapping[int, tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
@@ -251,18 +262,18 @@ def _build_history(report: SweepReport) -> Iterator[Figure]:
         )
         data: list[dict[str, Any]] = []
         absent = [state for state, members in groups.items() if any(t.number not in known for t in members)]
+        clip = partial(_clip, low=low, high=high)
+        inside = {number: clip(value) for number, value in known.items()}
         rows = {state: low - (row + 0.5) * 0.09 * (high - low) for row, state in enumerate(absent)}
         for state, members in groups.items():
-            places = [
-                (t.number, min(high, max(low, known[t.number])) if t.number in known else rows[state]) for t in members
-            ]
-            data.append(_draw_marks(places, state, members))
-        best = [(number, value / size) for number, value in best_values_so_far(report, index)]
+            places = [(t.number, inside.get(t.number, rows.get(state))) for t in members]
+            data.append(_draw_marks(places, state, members, known))
+        best = [(number, clip(value / size)) for number, value in best_values_so_far(report, index)]
         if best:
             best.append((report.trials[-1].number, best[-1][1]))
             line = {"color": INK, "width": 1.5, "shape": "hv"}
             data.append({**_join_lines([best]), "mode": "lines", "name": "best so far", "line": line})
-        data += _draw_star(report, {number: (number, value) for number, value in known.items()})
+        data += _draw_star(report, {number: (number, value) for number, value in inside.items()})
         frame = [low - 0.09 * (high - low) * len(rows), high]
         look = {"x": 1, "xref": "paper", "xanchor": "right", "showarrow": False, "font": {"size": 10}}
         notes = [{"text": state, "y": at, **look} for state, at in rows.items()]
@@ -342,7 +353,7 @@ def _build_slices(report: SweepReport) -> Iterator[Figure]:
     )
     low, high = axis_limits(final, pruned)
     strip = high + 0.1 * (high - low)
-    heights = {t.number: min(high, max(low, known[t.number])) if t.number in known else strip for t in trials}
+    heights = {t.number: _clip(known[t.number], low, high) if t.number in known else strip for t in trials}
     for first in range(0, len(searched), SLICES):
         row = searched[first : first + SLICES]
         data: list[dict[str, Any]] = []
@@ -355,7 +366,7 @@ def _build_slices(report: SweepReport) -> Iterator[Figure]:
             places = {t.number: (x, heights[t.number]) for t in trials if (x := _axis_value(one, t)) is not None}
             for state, members in groups.items():
                 there = [trial for trial in members if trial.number in places]
-                marks = _draw_marks([places[trial.number] for trial in there], state, there, xaxis=f"x{name}")
+                marks = _draw_marks([places[trial.number] for trial in there], state, there, known, xaxis=f"x{name}")
                 data.append({**marks, "legendgroup": state, "showlegend": not panel, "opacity": 0.8})
             star = {"xaxis": f"x{name}", "legendgroup": "star", "showlegend": not panel}
             data += [{**trace, **star} for trace in _draw_star(report, places)]
@@ -427,7 +438,7 @@ def _build_pareto_fronts(report: SweepReport) -> Iterator[Figure]:
                   for number, values in found.items() if None not in values}  # fmt: skip
         front = [trial for trial in complete if trial.number in report.best and trial.number in points]
         others = [trial for trial in complete if trial.number in points and trial not in front]
-        marks = {"marker": {"symbol": "diamond", "size": 10, "color": TOP}, "name": "front"}
+        marks: dict[str, Any] = {"marker": {"symbol": "diamond", "size": 10, "color": TOP}, "name": "front"}
         if len(report.objectives) == 2:
             front.sort(key=lambda trial: points[trial.number])
             marks |= {"mode": "lines+markers+text", "line": {"color": TOP, "width": 1, "shape": "hv"},

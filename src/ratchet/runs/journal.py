@@ -123,9 +123,11 @@ class Journal:
     written in order before later lines. `sync` raises while lines wait.
     """
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    def __init__(self, path: Path, attempt: int, redacts: bool = True) -> None:
+        """Open the file. Without `redacts`, texts are written as they are: data, and no messages."""
         self.path = path
         self.attempt = attempt
+        self._redacts = redacts
         self._mutex = threading.Lock()
         self._unwritten: deque[bytes] = deque()
         self._fd, self._is_torn = self._open()
@@ -143,7 +145,7 @@ class Journal:
 
         Raises ValueError for a value that JSON cannot represent, and no other error.
         """
-        for name in REDACTED_KEYS & data.keys():
+        for name in REDACTED_KEYS & data.keys() if self._redacts else ():
             if isinstance(data[name], str):
                 data[name] = redact(data[name])
         event = JournalEvent(kind, round(time.time(), 3), self.attempt, data)

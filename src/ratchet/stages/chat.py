@@ -30,6 +30,8 @@ from ratchet.storage import digests, files
 PROMPT, CONTINUATION_PROMPT = "> ", ". "
 FENCE = '"""'
 """Text that begins and ends a question of several lines."""
+FAILED = ("memory", "invalid", "filtered")
+"""Ends of an answer that, without text, is no answer."""
 HELP = """/reset        start a new conversation; the system message stays
 /system TEXT  set the system message; without TEXT: show it
 /retry        remove the last answer and ask again
@@ -152,6 +154,8 @@ class Chat:
                     partial.pieces.append(item.text)
         if partial.end is not None and partial.end.finish == "context" and not partial.end.tokens:
             raise DataError(f"{_describe_overflow(partial.end)}: it was not asked, and nothing was truncated")
+        if not partial.answer and partial.end is not None and partial.end.finish in FAILED:
+            raise RatchetError(f"no answer: {ENDS[partial.end.finish]}")
         self._session.add_answer(partial.answer)
         return partial.answer
 
@@ -345,6 +349,8 @@ class _ChatLoop:
         elif end.finish == "context" and not end.tokens:
             text = f"{_describe_overflow(end)}: it was not asked, and nothing was truncated"
             self._fail(DataError(f"{text}; /reset starts a new conversation, /save FILE writes this one"))
+        elif end.finish in FAILED and not partial.answer:
+            self._fail(RatchetError(f"no answer: {ENDS[end.finish]}"))
         else:
             self._session.add_answer(partial.answer)
             if self._live:

@@ -84,8 +84,8 @@ def push(
 
     Raises:
         GateError: the gate did not decide PROMOTE about this adapter, or the model was rolled back.
-        SettingsError: the id is invalid, there is no token, the model was not exported in this form, only one of
-            `force` and `reason` is set, or there is no trusted key to sign with.
+        SettingsError: the id is invalid, there is no token, the model was not exported or judged in this form, only
+            one of `force` and `reason` is set, or there is no trusted key to sign with.
         HubError: the hub cannot be reached or refuses; nothing was committed.
         DataError, DamagedFileError: a stage's output is missing or damaged.
         LockHeldError: another push of this project is running.
@@ -96,6 +96,8 @@ def push(
     with project.lock(KIND):
         bundle = ModelBundle.load(layout.bundle)
         exported = model_store.verify_export(layout)
+        if options.kind == "adapter":
+            _require_judged_adapter(bundle)
         judgement = _judge(project, bundle, reason)
         sources = _collect_files(layout, bundle, options.kind, repository.rsplit("/", 1)[-1], exported)
         earlier = _read_pushes(layout)
@@ -133,6 +135,17 @@ def push(
         push=recorded, is_new=commit.is_new, notes=(*notes, *card.metadata.list_omissions()),
         warnings=(*warnings, *commit.warnings),
     )  # fmt: skip
+
+
+def _require_judged_adapter(bundle: ModelBundle) -> None:
+    """Raise SettingsError if the gate has judged another model than the base with the trained adapter."""
+    merge = bundle.merge
+    if merge is not None and (merge.modules or merge.adapters != {bundle.adapter_digest: 1.0}):
+        raise SettingsError(
+            "the exported model is not the base with the trained adapter (export.weight, additional_adapters or "
+            "modules), and only the exported one was judged; push --merged or --gguf, or reset these settings and run "
+            "`dvc repro`"
+        )
 
 
 def _judge(project: Project, bundle: ModelBundle, reason: str | None) -> _Judgement:
@@ -225,9 +238,12 @@ def _require_public_base(layout: ProjectLayout) -> None:
 
 
 def _load_evaluation(layout: ProjectLayout, bundle: ModelBundle) -> EvaluationReport | None:
-    """Load the evaluation; None if this adapter was not evaluated."""
-    report = EvaluationReport.load(layout.eval_report) if layout.eval_report.exists() else None
-    return report if report is not None and report.adapter_digest == bundle.adapter_digest else None
+    """Load the evaluation; None if this adapter was not evaluated in this export."""
+    if not layout.eval_report.exists():
+        return None
+    report = EvaluationReport.load(layout.eval_report)
+    is_own = (report.adapter_digest, report.model_digest) == (bundle.adapter_digest, bundle.model_digest)
+    return report if is_own else None
 
 
 def _seal_files(

@@ -97,8 +97,10 @@ def estimate_sweep(layout: ProjectLayout, settings: Settings, space: SearchSpace
     sweep, card, epochs = settings.sweep, DatasetCard.load(layout.dataset_card), longest_epochs(space, settings)
     training_tokens, concurrent = round(card.lengths["train"].trained * epochs), count_concurrent_trials(settings)
     limits = sweep.max_tokens, sweep.max_hours, sweep.finalists.wilcoxon_p_threshold
-    trials = sweep.trials
-    if space.is_finite:
+    trials, sampler = sweep.trials, sweep.resolved_sampler
+    if sampler.kind == "grid":
+        trials = min(trials, len(space.grid(sampler.grid_points)))
+    elif space.is_finite:
         trials = sum(1 for _ in islice(space.iterate_points(), trials))
     return SweepEstimate(
         trials=trials,

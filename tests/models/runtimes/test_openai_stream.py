@@ -1,5 +1,6 @@
 """Tests streamed answers with a real loopback server that streams and breaks like real servers."""
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,6 +57,17 @@ def test_comments_names_and_split_lines_of_a_stream_are_no_text() -> None:
     found = heard(lambda body, number: Said(events=events))
     assert found[0] == ChatDelta("wet", False)
     assert reply(found).text == "wet"
+
+
+def test_only_carriage_returns_and_line_feeds_end_a_line() -> None:
+    raw = event({"content": "a\u2028b\x85c"}, finish_reason="stop").decode().encode()
+    document = json.loads(raw.removeprefix(b"data: "))
+    events = (f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode(), sse("[DONE]"))
+    assert reply(heard(lambda body, number: Said(events=events))).text == "a\u2028b\x85c"
+    splitter = openai_client.LineSplitter()
+    pieces = [b"a\r", b"\nb\rc\n", b"\xe2\x80", b"\xa8d", b"\r\n\r", b"\ne"]
+    assert [splitter.feed(piece) for piece in pieces] == [[], ["a", "b", "c"], [], [], ["\u2028d"], [""]]
+    assert splitter.close() == "e"
 
 
 def test_data_of_several_lines_is_one_event() -> None:

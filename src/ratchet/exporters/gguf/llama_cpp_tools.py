@@ -63,11 +63,14 @@ def find_tools(llama_cpp: Path | None) -> LlamaCppTools:
     return LlamaCppTools(quantize_in_directory or quantize, convert)
 
 
-def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType]) -> None:
-    """Raise SettingsError if a type needs llama-quantize and the tool is not installed."""
-    needed = [kind for kind in kinds if kind in TYPES]
+def require_quantizer(tools: LlamaCppTools, kinds: Sequence[GgufType], is_supported: bool) -> None:
+    """Raise SettingsError if a type needs llama-quantize and the tool is not installed.
+
+    `is_supported`: whether our own writer supports the architecture; otherwise, the converter writes some types.
+    """
+    needed = [kind for kind in kinds if (kind in TYPES if is_supported else kind not in CONVERTED)]
     if needed and tools.quantize is None:
-        raise _missing_tool_error(needed[0])
+        raise _missing_tool_error(needed[0], ("q8_0", "q4_0") if is_supported else sorted(CONVERTED))
 
 
 def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufType, threads: int) -> None:
@@ -80,7 +83,7 @@ def quantize_gguf(tools: LlamaCppTools, source: Path, target: Path, kind: GgufTy
         SettingsError: the tool is not installed, or fails; the message contains the last line of its output.
     """
     if tools.quantize is None:
-        raise _missing_tool_error(kind)
+        raise _missing_tool_error(kind, sorted(CONVERTED))
     _run_tool(tools.quantize, [str(tools.quantize), str(source)], [kind.upper(), str(threads)], target)
 
 
@@ -104,10 +107,10 @@ def convert_to_gguf(tools: LlamaCppTools, directory: Path, target: Path, kind: G
     _run_tool(tools.convert, command, [], target)
 
 
-def _missing_tool_error(kind: GgufType) -> SettingsError:
+def _missing_tool_error(kind: GgufType, others: Sequence[str]) -> SettingsError:
     return SettingsError(
         f"export.gguf.types: {kind} needs llama.cpp's {QUANTIZE}, which is not on PATH; install llama.cpp, or set "
-        "machine.llama_cpp to its directory, or use a type that needs no tool (q8_0, q4_0)"
+        f"machine.llama_cpp to its directory, or use a type that needs no tool ({', '.join(others)})"
     )
 
 

@@ -128,7 +128,7 @@ class LlamaClient:
             with self._http.stream("POST", f"{self.address}/completion", content=content) as response:
                 if response.status_code != httpx2.codes.OK:
                     raise self._refusal("/completion", response.status_code, response.read())
-                for data in openai_client.iterate_event_data(response.iter_lines()):
+                for data in openai_client.iterate_event_data(_iterate_lines(response)):
                     if data != openai_client.STREAM_END:
                         event: dict[str, Any] = json.loads(data)
                         if "error" in event:
@@ -494,3 +494,10 @@ def _encode_arguments(message: Message) -> Message:
         function = call["function"]
         calls.append({**call, "function": {**function, "arguments": json.dumps(function["arguments"])}})
     return {**message, "tool_calls": calls}
+
+
+def _iterate_lines(response: httpx2.Response) -> Iterator[str]:
+    splitter = openai_client.LineSplitter()
+    for data in response.iter_bytes():
+        yield from splitter.feed(data)
+    yield splitter.close()

@@ -9,10 +9,12 @@ Streams have the fields of chat completion chunks (`delta.content`, `delta.reaso
 `finish_reason`, `usage`). A server that returns a whole completion instead is supported too.
 """
 
+import codecs
 import json
 import math
 import os
 import queue
+import re
 import ssl
 import threading
 import time
@@ -210,6 +212,37 @@ def _mean_log_probability(logprobs: Any) -> float | None:
 # Only the data of events is read. Names, ids, retry times and comments, which keep a connection alive, are ignored.
 
 
+class LineSplitter:
+    """Splits a stream of UTF-8 bytes into lines, which end with CR, LF or CRLF (HTML standard, server-sent events).
+
+    httpx2 also splits at characters such as U+2028, which texts in JSON may contain.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Return the lines that these bytes complete, without their ends."""
+        text = self._rest + self._decoder.decode(data)
+        held = "\r" if text.endswith("\r") else ""  # a LF may follow
+        *lines, rest = re.split("\r\n|\r|\n", text.removesuffix(held))
+        self._rest = rest + held
+        return lines
+
+    def close(self) -> str:
+        """Return the last line, which has no end."""
+        return (self._rest + self._decoder.decode(b"", final=True)).removesuffix("\r")
+
+
+async def _iterate_lines(response: httpx2.Response) -> AsyncIterator[str]:
+    splitter = LineSplitter()
+    async for data in response.aiter_bytes():
+        for line in splitter.feed(data):
+            yield line
+    yield splitter.close()
+
+
 class EventParser:
     """Parser of the lines of one stream."""
 
@@ -324,7 +357,7 @@ async def _read_pieces(response: httpx2.Response) -> AsyncIterator[ChatDelta | C
         yield reply
         return
     builder, parser, read_characters = _ChatReplyBuilder(), EventParser(), 0
-    async for line in response.aiter_lines():
+    async for line in _iterate_lines(response):
         read_characters += len(line)
         if read_characters > MAX_RESPONSE_BYTES:
             raise MalformedReplyError(f"the response exceeds {MAX_RESPONSE_BYTES // 2**20} MiB")

@@ -36,6 +36,7 @@ from typing import Literal
 
 from ratchet.config.units import utc_timestamp
 from ratchet.errors import DamagedFileError, SettingsError, StorageError, first_line
+from ratchet.models.base_model import DATE_FUNCTION
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import MODEL_CARD
 from ratchet.registry.model_store import BUNDLE, FORCED, artifact_digest, artifact_path
@@ -111,7 +112,7 @@ class PromotedModel:
     def has_dated_prompts(self) -> bool:
         """Whether the chat template writes the current date, so that prompts change every day."""
         template = self.folder / "hf" / "chat_template.jinja"
-        return template.is_file() and "strftime_now" in template.read_text(encoding="utf-8")
+        return template.is_file() and DATE_FUNCTION in template.read_text(encoding="utf-8")
 
 
 def choose_artifact(bundle: ModelBundle, format_: str | None) -> ExportArtifact:

@@ -12,7 +12,6 @@ import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -368,7 +367,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda format_: datetime.now().astimezone().strftime(format_)
+    environment.globals[base_model.DATE_FUNCTION] = base_model.TEMPLATE_DATE.strftime  # as in training
     return environment
 
 
