@@ -27,7 +27,7 @@ def measured(settings: Evaluate, answers: list[list[str]] | None = None) -> dict
     return {one.name: one for one in answer_metrics.score_answers(EXPECTED, given, settings, "exact_match")}
 
 
-def test_a_part_of_the_rows_without_instructions_has_no_metric_of_them() -> None:
+def test_rows_without_instructions_have_no_ifeval_metric() -> None:
     rows = judge_cases.rows(3)
     scored = answer_metrics.score_answers(["x"] * 3, [["y"]] * 3, Evaluate(metrics=("ifeval",)), "exact_match", rows)
     assert [one.name for one in scored] == ["exact_match"]

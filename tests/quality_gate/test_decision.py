@@ -364,8 +364,8 @@ def test_a_maximum_of_a_rate_is_decided_by_wilsons_bounds(count: int, n: int, va
     [(0.9, 20, 0.77, "pass"), (0.9, 20, 0.78, "undecided"), (0.5, 20, 0.43, "pass"), (0.5, 20, 0.58, "fail"),
      (0.5, 20, 0.56, "undecided")],
 )  # fmt: skip
-def test_equal_scores_prove_no_more_than_their_number(score: float, n: int, value: float, found: str) -> None:
-    # The exact upper bound of 0 of 20 is 0.139: so many other scores, all 0 or all 1, may not have been drawn.
+def test_bounds_of_equal_scores_allow_for_unseen_scores(score: float, n: int, value: float, found: str) -> None:
+    # The exact upper bound of 0 of 20 is 0.139: this share of scores, all 0 or all 1, may be missing from the sample.
     scores = {f"s{k}": score for k in range(n)}
     rule = AtLeastRule(rule="at_least", metric="overlap", value=value)
     assert reason(rule, evidence({"candidate": {"overlap": scores}})).outcome == found

@@ -256,7 +256,7 @@ def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layou
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
 
 
-def test_a_withheld_answer_is_no_answer(layout: ProjectLayout) -> None:
+def test_a_withheld_answer_is_an_error_and_is_not_kept(layout: ProjectLayout) -> None:
     with served(lambda body, number: streamed("wet") if number else streamed(finish="content_filter")) as server:
         with pytest.raises(RatchetError, match="no answer: the server's filter withholds the answer"):
             scripted(layout, server.url, "one", "two")

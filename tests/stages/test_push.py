@@ -213,7 +213,7 @@ def test_an_adapter_that_is_not_the_exported_model_is_not_pushed(layout: Project
     bundle = ModelBundle.load(layout.bundle)
     assert bundle.merge is not None
     for changes in ({"adapters": {bundle.adapter_digest: 0.1}}, {"modules": ("q_proj",)}):
-        with pytest.raises(SettingsError, match="only the exported one was judged; push --merged or --gguf"):
+        with pytest.raises(SettingsError, match="only the exported model was judged; push --merged or --gguf"):
             _require_judged_adapter(bundle.model_copy(update={"merge": bundle.merge.model_copy(update=changes)}))
     _require_judged_adapter(bundle)
 

@@ -187,7 +187,7 @@ def test_no_training_can_start_while_the_user_is_asked(layout: ProjectLayout, ru
     assert not run.root.exists()
 
 
-def test_an_empty_name_is_no_run(layout: ProjectLayout, run: RunPaths) -> None:
+def test_reset_refuses_an_empty_run_id(layout: ProjectLayout, run: RunPaths) -> None:
     with pytest.raises(SettingsError, match="which run"):
         reset(layout, "")
     assert run.root.exists()

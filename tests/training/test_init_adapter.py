@@ -119,7 +119,7 @@ def test_a_study_depends_on_the_weights_and_not_on_their_path(
         ({"rank": 8}, "train.rank: found 8, but the weights in .* have 4; set train.rank: 4"),
         ({"alpha": 32}, "train.alpha: found 32.0, but"),
         ({"adapter": "dora"}, "train.adapter: found dora, but"),
-        ({"alpha_pattern": {"q_proj": 99}}, r"train.alpha_pattern: (found|gives .*q_proj the value 99)"),
+        ({"alpha_pattern": {"q_proj": 99}}, r"train.alpha_pattern: (found|.*q_proj has the value 99)"),
         ({"target_modules": "mlp"}, "target_modules"),
     ],
 )
@@ -241,7 +241,7 @@ def test_patterns_of_a_saved_adapter_equal_those_of_its_settings(layout: Project
     run = train(layout, settings)
     saved, other = run.result / "adapter", started(str(run.result / "adapter"))
     assert run_id(layout, started(str(saved), **patterns))
-    with pytest.raises(SettingsError, match=r"train.rank_pattern: gives model.*q_proj the value 4, but .* have 2"):
+    with pytest.raises(SettingsError, match=r"train.rank_pattern: model.*q_proj has the value 4, but 2 in "):
         run_id(layout, other)
 
 

@@ -509,7 +509,7 @@ def test_a_single_failure_is_tried_once_more_by_the_repeated_command(begin: Begi
     assert search.next() == "over", "it failed twice for the same reason"
 
 
-def test_failures_say_nothing_about_whether_any_trial_is_feasible(begin: Begin) -> None:
+def test_failed_trials_do_not_hide_that_no_trial_is_feasible(begin: Begin) -> None:
     search = begin(trials=9, pruner=NEVER, max_repeated_failures=2)
     failed(search)
     for _ in range(6):

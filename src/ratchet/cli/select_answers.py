@@ -59,7 +59,7 @@ def format_selection(result: "SelectResult") -> str:
     has_reward, uses_scores = reward.command or reward.function, reward.select_best or reward.min_score is not None
     if has_reward and not uses_scores and card.pairs is None:
         lines.append(
-            "  note: the scores of select.reward are in the rows, but chose none of them; set min_score or select_best "
-            "there, or use --pairs"
+            "  note: the scores of select.reward were written, but chose no answers; set select.reward.min_score or "
+            "select.reward.select_best, or use --pairs"
         )
     return "\n".join([*lines, f"  {result.output}"])

@@ -16,7 +16,8 @@ HELP = "show the progress of a training or generation"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", metavar="RUN",
-        help="run id, or its first characters (default: the latest training, and generations that run or were killed)",
+        help="run id, or its first characters (default: the latest training, and running generations or a newer "
+        "unfinished one)",
     )  # fmt: skip
     parser.add_argument(
         "--replica", nargs="?", const=True, metavar="URL",

@@ -32,7 +32,8 @@ from ratchet.redaction import SETTING_PREFIX, redact
 COMMAND_LINE_OPTIONS = {"machine.nodes": "--nodes", "machine.rendezvous": "--rendezvous"}
 """Options that override a setting. Messages name both."""
 BAD_VALUES = (ValueError, KeyError, TypeError, RecursionError)
-"""Errors of ruamel.yaml for values that it cannot make: an impossible date, an unknown tag, a list in itself."""
+"""Errors of ruamel.yaml for values that it cannot construct: an impossible date, a tag that does not fit, a list in
+itself."""
 FOUND_CHARACTERS = 60
 """A longer value is shortened in messages."""
 COMMENT_COLUMNS = 118
@@ -171,8 +172,13 @@ def _read_document(text: str, name: str) -> tuple[CommentedMap, dict[str, Any]]:
         raise SettingsError(
             f"{name}:{number}: found character U+{ord(text[error.position]):04X}, which YAML does not allow; remove it"
         ) from None
-    except (YAMLError, *BAD_VALUES) as error:
+    except YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
+    except BAD_VALUES as error:
+        raise SettingsError(
+            f"{name}: a value cannot be read ({type(error).__name__}: {error}); check tags (!), dates, very long "
+            "numbers and nested lists"
+        ) from None
     if not isinstance(document, CommentedMap):
         raise SettingsError(f"{name}: found {_format_found(document)}; expected sections such as `train:`")
     return document, plain

@@ -85,7 +85,7 @@ class SweepParameter(Section):
 
     @property
     def has_one_value(self) -> bool:
-        """Whether all trials have the same value, if the parameter is not tied to another one."""
+        """Whether the list or range has only one value. A tied parameter counts as varied."""
         return len(self.choices) == 1 or (self.low is not None and self.low == self.high)
 
     @model_validator(mode="after")

@@ -189,7 +189,10 @@ def _verify_gguf(
             second_reader_difference=difference, notes=notes if note is None else (*notes, note),
         )  # fmt: skip
     if DATE_FUNCTION in str(verifier.tokenizer.chat_template):
-        text = f"the chat template writes the date: that of today in llama.cpp, {TEMPLATE_DATE:%d %b %Y} in training"
+        text = (
+            "prompts of the chat template were not compared: it writes today's date in llama.cpp, and "
+            f"{TEMPLATE_DATE:%d %b %Y} in training"
+        )
         return artifact.model_copy(update={"notes": (*artifact.notes, text)})
     prompts = [tuple(prompt_ids(verifier.tokenizer, question)) for question in probe_inputs.PROBES]
     same_prompts = sum(probe.prompt_ids == prompt for probe, prompt in zip(probes, prompts, strict=True))

@@ -234,7 +234,7 @@ class PromptSource:
     """The first references that are not in generate.labels, if labels are set."""
     unknown_reference_count: int = 0
     first_with_tools: str | None = None
-    """Id of the first prompt with tools or calls of tools; None if there is none."""
+    """Id of the first prompt with tools, tool calls or tool results; None if there is none."""
     duplicate_ids: dict[str, None] = field(default_factory=dict)
     """The first ids that more than one prompt has (set by `measure`)."""
     duplicate_id_count: int = 0

@@ -203,13 +203,14 @@ class OpenAIBackend:
 
 
 class _TrackedRequests(Iterator[GenerationRequest]):
-    """The requests of an iterator, which ends while there are too many refusals. It continues after an answer."""
+    """Iterates over requests, and remembers their prompts. While there are too many refusals, `next` raises
+    StopIteration; after an answer, it continues."""
 
     def __init__(self, requests: Iterator[GenerationRequest], refusals: "_RequestRefusals") -> None:
         self._requests, self._refusals = requests, refusals
 
     def __next__(self) -> GenerationRequest:
-        if self._refusals.are_too_many:
+        if self._refusals.has_too_many:
             raise StopIteration
         request = next(self._requests)
         self._refusals.remember(request)
@@ -232,8 +233,8 @@ class _RequestRefusals:
         self._count = 0
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether no more requests are sent until one of those that were sent is answered."""
+    def has_too_many(self) -> bool:
+        """Whether so many refusals are pending, without any answer, that no further request is sent for now."""
         return len(self._pending) >= MAX_PENDING_REFUSALS and not self._has_answer
 
     def remember(self, request: GenerationRequest) -> None:

@@ -122,7 +122,7 @@ class MergedModel:
             else:
                 output = layer(inputs)
         finally:
-            del module.forward  # alone, the layer computes as in a model that takes part in no pass
+            del module.forward  # restores the method of the class, for uses outside a merged pass
         return output
 
 

@@ -44,8 +44,8 @@ MAX_DESIRABLE_RATIO = 4 / 3
 """Largest ratio of the weights of all desirable to all undesirable answers; the smallest is 1 (Ethayarajh et al. 2024,
 equation 9)."""
 MIN_MEAN_NLL = 1e-7
-"""Mean negative log-likelihood, in nats per token, of the most certain answer whose odds `orpo` uses. In float32, a
-certain answer has the value 0, and its odds are infinite."""
+"""Lower limit of the mean negative log-likelihood, in nats per token, for the odds of `orpo`. A certain answer has 0 in
+float32, and its odds are infinite."""
 STATISTIC_SUMS = 8
 """Number of sums in `PreferenceLoss.statistics`."""
 
@@ -77,8 +77,8 @@ def compute_pair_losses(
     with torch.enable_grad():
         means = (sums / tokens).view(-1, 2)
         if reference is None:
-            sure = means.clamp(max=-MIN_MEAN_NLL)
-            log_odds = sure - torch.log(-torch.expm1(sure))
+            clamped = means.clamp(max=-MIN_MEAN_NLL)
+            log_odds = clamped - torch.log(-torch.expm1(clamped))
             scores = log_odds
             difference = log_odds[:, 0] - log_odds[:, 1]
             losses = -means[:, 0] - beta * functional.logsigmoid(difference)

@@ -47,7 +47,7 @@ MIN_STEPS = 100
 SMALL_BATCH_ROWS = 16
 """Smallest recommended number of rows in a batch: the batch size of QLoRA's runs with 7B and 13B models."""
 MIN_KTO_BATCH = 2
-"""`kto` compares each answer with those to other prompts of its batch."""
+"""Smallest recommended batch size for `kto`, which compares each answer with those to other prompts of its batch."""
 USEFUL_EPOCHS = 4.0
 MAX_EPOCHS = 16.0
 """Muennighoff et al.: up to 4 epochs are nearly as useful as new data; after 16 epochs there is little gain."""
@@ -383,11 +383,11 @@ def recommend_row_length(facts: RecommendationInputs) -> RecommendedChange | Non
 def recommend_pack_length(facts: RecommendationInputs) -> RecommendedChange | None:
     """Recommend packs that are large enough for the longest row."""
     train = facts.settings.train
-    longest = facts.settings.prepare.max_tokens
-    if train.batching != "packed" or train.pack_tokens >= longest:
+    needed = facts.settings.prepare.max_tokens * train.rows_per_example
+    if train.batching != "packed" or train.pack_tokens >= needed:
         return None
-    reason = f"rows have up to {longest:,} tokens (prepare.max_tokens), but a pack holds only {train.pack_tokens:,}"
-    needed = longest * train.rows_per_example
+    kind = "pairs" if train.rows_per_example > 1 else "rows"
+    reason = f"{kind} have up to {needed:,} tokens (prepare.max_tokens), but a pack holds only {train.pack_tokens:,}"
     return RecommendedChange({"train.pack_tokens": needed}, reason, "rows and pairs are never split between packs")
 
 

@@ -158,8 +158,8 @@ class StartAdapter:
             self._require_equal_patterns(train, document)
 
     def _require_equal_patterns(self, train: Train, document: Mapping[str, Any]) -> None:
-        """Raise SettingsError if a pattern gives a layer another rank or alpha than adapter_config.json does, whose
-        patterns may have the full names of layers."""
+        """Raise SettingsError if a layer has another rank or alpha in section train than in adapter_config.json.
+        Patterns there may have full names of layers."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -175,8 +175,8 @@ class StartAdapter:
                 wanted, value = (_find_value(layer, pattern, default) for pattern in (own, saved))
                 if wanted != value:
                     raise SettingsError(
-                        f"train.{key}: gives {layer} the value {wanted}, but the weights in {self.path} have {value}; "
-                        f"set {value} for this layer, or other weights ({INIT_ADAPTER})"
+                        f"train.{key}: {layer} has the value {wanted}, but {value} in {self.path}; add {value} for "
+                        f"this layer, or set other weights ({INIT_ADAPTER})"
                     )
 
     def require_digest(self, short: str) -> None:
@@ -196,7 +196,7 @@ class StartAdapter:
 def _find_value(layer: str, pattern: Mapping[str, float], default: float) -> float:
     try:
         key = find_pattern_key(layer, pattern)
-    except re.error:  # the check of section train reports it
+    except re.error:  # the check of section train reports it; in a saved adapter, it matches no layer
         return default
     return default if key is None else pattern[key]
 

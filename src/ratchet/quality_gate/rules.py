@@ -411,7 +411,7 @@ def _compare_with_value(
 ) -> _ThresholdComparison:
     """Compare a metric with a number: Wilson's bounds for proportions, else the paired test against a constant.
 
-    The bounds of scores with a largest value also allow for scores that were not drawn.
+    For scores with an upper limit, the bounds also allow for values that are missing from the sample.
     """
     metric, samples = evidence.select_scores(context.evidence, role, name)
     pairs = pair_with_itself(context, name, metric, samples)
@@ -435,7 +435,7 @@ def _compare_with_value(
         )
         result = paired_test.compare(replace(pairs, old=constant), 0.0, plan)
         low, high, is_reliable = result.low, result.high, not has_too_few_samples(result)
-        if pairs.limit is not None and pairs.planned is None:  # equal scores have no spread to test with
+        if pairs.limit is not None and pairs.planned is None:  # the bootstrap does not see missing values
             unseen = subtract_value(*statistics.bound_unseen_scores(mean, pairs.limit, n, plan.confidence))
             low, high = min(low, unseen[0]), max(high, unseen[1])
     bounds = [_value_at_difference(metric, value, difference) for difference in (low, high)]

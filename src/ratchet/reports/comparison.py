@@ -60,7 +60,7 @@ POINTS, LEAST_POINTS = 3600, 150
 MOST_POINTS = 600
 """Maximum number of points of a curve."""
 MAX_VERSION_DIGITS = 18
-"""Maximum number of digits of a version."""
+"""Maximum number of digits of a version that is looked up; a longer one is unknown."""
 SEED = "train.seed"
 ONE_RUN_NOTE = (
     "Each side is one run, so a significant difference is between these models. Other seeds of the same settings may "
@@ -164,7 +164,7 @@ class ComparisonIndex:
                 raise DataError(f"{name}: does not exist yet; run `ratchet promote` to create it")
             number = champion.version
         else:
-            number = int(name[1:]) if len(name) <= MAX_VERSION_DIGITS else 0
+            number = int(name[1:]) if len(name[1:]) <= MAX_VERSION_DIGITS else 0
         if number not in self.versions:
             known = _join_names([f"v{version}" for version in self.versions]) or "none"
             raise DataError(f"{name}: this project has no such promoted version; versions: {known}")
@@ -672,7 +672,7 @@ def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIn
 
 
 def _describe_tested_runs(sides: Sequence[ComparisonSide], results: Sequence[PairwiseTestResult]) -> Iterable[str]:
-    """Yield notes about tests of single runs, whose results may differ with other seeds."""
+    """Yield notes about tests of single runs. Other seeds may give other results."""
     if results and all(len(side.runs) == 1 for side in sides):
         yield ONE_RUN_NOTE
     tested = {name for result in results if result.rows == TEST for name in (result.leader, result.other)}

@@ -130,8 +130,8 @@ def _draw_marks(
     places: Sequence[tuple[Any, Any]], state: TrialState, trials: Sequence[Trial],
     values: Mapping[int, float] | None = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw a mark for each trial. `values` are those of the vertical axis by trial; if a mark is elsewhere, because its
-    value is outside the frame or there is none, the marks are not labelled with their height."""
+    """Draw a mark for each trial of a state. `values`: values on the vertical axis by trial. If a mark is not at its
+    value (outside the frame, or none), no mark of this state shows its height."""
     if values is not None and any(values.get(t.number) != y for t, (_, y) in zip(trials, places, strict=True)):
         more["hovertemplate"] = "trial %{text}<extra>" + state + "</extra>"
     marker = {

@@ -124,7 +124,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, attempt: int, redacts: bool = True) -> None:
-        """Open the file. Without `redacts`, texts are written as they are: data, and no messages."""
+        """Open the file. `redacts`: remove secrets from messages; False for data, which must not change."""
         self.path = path
         self.attempt = attempt
         self._redacts = redacts

@@ -141,7 +141,8 @@ class RunProgress:
     attempt_ends: list[str] = field(default_factory=list)
     """Causes of the ends of earlier attempts, one line each."""
     killed_for_memory: bool = False
-    """Whether the last attempt ran out of memory. The next worker then computes smaller micro-batches, once."""
+    """Whether the last worker that exited ran out of memory, and none has been ready since. The next one then computes
+    smaller micro-batches."""
     start_step: int | None = None
     """Step from which the last attempt began to train; None until its worker is ready."""
     lost_steps: int = 0

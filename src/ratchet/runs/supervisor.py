@@ -159,7 +159,8 @@ class _Supervisor:
         if previous and previous != code_version:
             self._notify("notice", f"code version changed within the run, from {previous} to {code_version}")
         attempt, failures = state.progress.attempts, list[Retry]()
-        # Start and newest checkpoint of attempts: after a damaged checkpoint, an attempt starts at an earlier step.
+        # Pairs of start step and newest checkpoint that counted as progress. After a damaged checkpoint, an attempt
+        # starts at an earlier step.
         advances = set[tuple[int, int]]()
         if self._preemption:
             self._preemption.start()
@@ -451,7 +452,8 @@ class JournalLogCallback:
 
     def on_events(self, events: Sequence[JournalEvent]) -> None:
         """Write the next events. An event that lacks a key of its kind is logged as damaged."""
-        # Only the journal of another machine has earlier events. The clock may be set back at any time.
+        # Only a journal restored from a replica has events from before the start. For the own journal, times are not
+        # compared, because the clock may be set back.
         is_replaced = self._inode_and_size()[0] != self._began_inode
         for event in events:
             if is_replaced and event.t < self._began_t:

@@ -30,8 +30,8 @@ from ratchet.storage import digests, files
 PROMPT, CONTINUATION_PROMPT = "> ", ". "
 FENCE = '"""'
 """Text that begins and ends a question of several lines."""
-FAILED = ("memory", "invalid", "filtered")
-"""Ends of an answer that, without text, is no answer."""
+FAILED_ENDS = ("memory", "invalid", "filtered")
+"""Ends of an answer that failed. Without text, it is reported as an error and not kept."""
 HELP = """/reset        start a new conversation; the system message stays
 /system TEXT  set the system message; without TEXT: show it
 /retry        remove the last answer and ask again
@@ -139,7 +139,8 @@ class Chat:
         Raises:
             DataError: the conversation with this message does not fit the model's context; it was not asked.
             SettingsError: the chat is closed, or `text` is not a string.
-            RatchetError: the model does not answer.
+            RatchetError: the model does not answer, runs out of memory or computes NaN, or the server withholds the
+                answer.
         """
         if not isinstance(text, str):
             raise SettingsError(f"Chat.ask: found {text!r}; expected a string")
@@ -154,7 +155,7 @@ class Chat:
                     partial.pieces.append(item.text)
         if partial.end is not None and partial.end.finish == "context" and not partial.end.tokens:
             raise DataError(f"{_describe_overflow(partial.end)}: it was not asked, and nothing was truncated")
-        if not partial.answer and partial.end is not None and partial.end.finish in FAILED:
+        if not partial.answer and partial.end is not None and partial.end.finish in FAILED_ENDS:
             raise RatchetError(f"no answer: {ENDS[partial.end.finish]}")
         self._session.add_answer(partial.answer)
         return partial.answer
@@ -349,7 +350,7 @@ class _ChatLoop:
         elif end.finish == "context" and not end.tokens:
             text = f"{_describe_overflow(end)}: it was not asked, and nothing was truncated"
             self._fail(DataError(f"{text}; /reset starts a new conversation, /save FILE writes this one"))
-        elif end.finish in FAILED and not partial.answer:
+        elif end.finish in FAILED_ENDS and not partial.answer:
             self._fail(RatchetError(f"no answer: {ENDS[end.finish]}"))
         else:
             self._session.add_answer(partial.answer)

@@ -32,7 +32,7 @@ ACCURACY = "`python benchmarks/memory.py` compares such forecasts with measured 
 MAX_ROWS, MAX_TOKENS, MAX_RANKS = 10_000, 10_000_000, 10_000
 """Greatest values of options. With much larger ones, sizes overflow and lists of rows fill the memory."""
 MAX_POSITIONS = 10**9
-"""Greatest number of tokens in a micro-batch; its forecast takes seconds."""
+"""Greatest number of tokens in a micro-batch; the forecast of a larger one takes too long."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _largest_workload(
     if (positions := work.rows * (options.tokens or work.row_tokens)) > MAX_POSITIONS:
         raise SettingsError(
             f"{work.rows:,} rows of {options.tokens or work.row_tokens:,} tokens: a micro-batch has {positions:,} "
-            f"tokens; expected at most {MAX_POSITIONS:,} (--rows or machine.micro_batch_size, and --tokens)"
+            f"tokens; expected at most {MAX_POSITIONS:,}: lower --tokens, or --rows (default: machine.micro_batch_size)"
         )
     if options.tokens is not None:
         learned = max(1, round(share * options.tokens))

@@ -119,11 +119,11 @@ def resolve_model(project: Project, model: str) -> ModelReference:
 
 
 def _require_no_tools(source: PromptSource, reference: ModelReference) -> None:
-    """Raise SettingsError if a server would have to answer a prompt with tools: its calls would not be text."""
+    """Raise SettingsError if the model is a server and a prompt has tools: requests to servers contain no tools."""
     if reference.model.kind == "endpoint" and source.first_with_tools is not None:
         raise SettingsError(
-            f"{source.path}: prompt {source.first_with_tools} has tools, which a server (--model {reference.start.path}"
-            ") is not given; leave such prompts out, or generate with a model on this machine"
+            f"{source.path}: prompt {source.first_with_tools} has tools, tool calls or tool results, which are not "
+            f"sent to a server (--model {reference.start.path}); remove such prompts, or use a model on this machine"
         )
 
 

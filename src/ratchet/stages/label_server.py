@@ -293,6 +293,7 @@ class LabelRequest(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":
             raise RefusedRequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected application/json")
         length = self.headers.get("Content-Length", "")
+        # int() refuses very long numbers.
         if not length.isdecimal() or len(length) > len(str(MAX_BODY_BYTES)) or int(length) > MAX_BODY_BYTES:
             raise RefusedRequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {MAX_BODY_BYTES} bytes")
         try:

@@ -142,9 +142,9 @@ def _require_judged_adapter(bundle: ModelBundle) -> None:
     merge = bundle.merge
     if merge is not None and (merge.modules or merge.adapters != {bundle.adapter_digest: 1.0}):
         raise SettingsError(
-            "the exported model is not the base with the trained adapter (export.weight, additional_adapters or "
-            "modules), and only the exported one was judged; push --merged or --gguf, or reset these settings and run "
-            "`dvc repro`"
+            "the exported model is not the base with the whole trained adapter at weight 1 (export.weight, "
+            "export.additional_adapters or export.modules), and only the exported model was judged; push --merged or "
+            "--gguf, or remove these settings and run `dvc repro`"
         )
 
 

@@ -91,8 +91,8 @@ def status(layout: ProjectLayout, run: str | None = None) -> StatusReport:
 
     Args:
         layout: the project.
-        run: id, or its first characters. None: the latest training, all running generations, and the latest generation
-            if it is unfinished and newer than the training; if nothing was trained, the latest generation.
+        run: id, or its first characters. None: the latest training and all running generations. If no generation runs:
+            the latest one, if it is unfinished and newer than the training, or if nothing was trained.
 
     Raises:
         DataError: no run has this id, or several do.

@@ -38,8 +38,8 @@ FORGIVEN = "forgiven"
 the user has resumed the sweep."""
 
 RETRIED = "retried"
-"""Key of the note with the number of trials when the command was last started. Trials before it that failed are tried
-once more."""
+"""Key of the note with the number of trials at the last start of the command at which one had failed. Failed trials
+before this number are tried once more."""
 
 ALL_INFEASIBLE = 3
 """A sweep without any feasible trial stops after this number times `sweep.max_repeated_failures` trials."""

@@ -73,7 +73,8 @@ MAX_ERROR_LENGTH = 400
 FINAL_ROUND_NOTE = "final_round"
 """Key of the note of a study that contains its FinalRound, after the winner was decided."""
 DECIDED_AFTER = "decided_after"
-"""Key of the note with the number of trials from which the winner was chosen. With more trials, it is out of date."""
+"""Key of the note with the number of trials from which the winner was chosen. With more trials, this winner is out of
+date."""
 
 WorkItem = Callable[[], None]
 """Work that a worker does outside the study's lock, before it asks for the next decision."""

@@ -60,7 +60,8 @@ class StudySession:
     def resume_after_failures(self) -> str:
         """Resume a study that was stopped because of failures, and return why; empty if it was not stopped.
 
-        Failed trials, and failed trainings of the final round, are tried once more in any case.
+        Even if it was not stopped, failed trials and failed trainings of the final round are tried once more. Those
+        that failed twice for the same reason are not.
         """
         seeds = TrialStore.newest(self.storage, final_study_name(self.store.study))
         for store in filter(None, (self.store, seeds)):

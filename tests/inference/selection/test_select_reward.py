@@ -89,7 +89,7 @@ def test_scores_that_chose_no_answer_are_noted(
     text = format_selection(
         SelectResult(output=output, card=SelectionCard.load(card_path(output)), was_written_before=False)
     )
-    assert ("set min_score or select_best there, or use --pairs" in text) == is_noted
+    assert ("select.reward.select_best, or use --pairs" in text) == is_noted
 
 
 def test_the_program_gets_requests_without_secrets(

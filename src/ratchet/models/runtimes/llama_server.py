@@ -500,4 +500,5 @@ def _iterate_lines(response: httpx2.Response) -> Iterator[str]:
     splitter = openai_client.LineSplitter()
     for data in response.iter_bytes():
         yield from splitter.feed(data)
-    yield splitter.close()
+    if rest := splitter.close():
+        yield rest

@@ -231,7 +231,7 @@ class LineSplitter:
         return lines
 
     def close(self) -> str:
-        """Return the last line, which has no end."""
+        """Return the text after the last line end; empty if there is none."""
         return (self._rest + self._decoder.decode(b"", final=True)).removesuffix("\r")
 
 
@@ -240,7 +240,8 @@ async def _iterate_lines(response: httpx2.Response) -> AsyncIterator[str]:
     async for data in response.aiter_bytes():
         for line in splitter.feed(data):
             yield line
-    yield splitter.close()
+    if rest := splitter.close():
+        yield rest
 
 
 class EventParser:

@@ -361,7 +361,7 @@ def render_literals(literals: TemplateLiterals, conversation: Sequence[Message])
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Create a sandboxed environment like transformers' (utils/chat_template_utils.py)."""
+    """Create a sandboxed environment like transformers' (utils/chat_template_utils.py), with the date of training."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )

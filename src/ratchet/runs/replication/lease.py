@@ -283,7 +283,7 @@ class ReplicaLease:
                 self._trouble = str(error)
 
     def remove(self) -> None:
-        """Remove the lease while it is held, so that the next machine's lease stays. Raises ReplicaError."""
+        """Remove the lease if this machine still holds it. A lease of another machine stays. Raises ReplicaError."""
         self._ended.set()
         with self._mutex:
             if self._record.state == "holding" and self._lost_reason is None:

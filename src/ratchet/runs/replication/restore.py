@@ -248,8 +248,9 @@ def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
 def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
     """Restore the state in the replica. The local state is moved aside first.
 
-    If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back. So it
-    is if the restore fails; after a kill, the next restore moves it back first.
+    If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back. It is
+    also moved back if the restore fails. After a kill, the next restore moves it back first, unless there is a valid
+    local checkpoint.
     """
     local_step = find_valid_step(run.paths)
     if not local_step and (names := _list_superseded(run.paths)):
@@ -273,7 +274,7 @@ def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
 
 def find_valid_step(paths: RunPaths) -> int:
     """Return the newest step whose local checkpoint, and all checkpoints that it refers to, are complete; 0 if there is
-    none."""
+    none. Partial files of a repair that was killed are removed."""
     for step in reversed(paths.checkpoint_steps()):
         try:
             files.remove_partials(paths.checkpoint(step))  # of a repair that was killed
