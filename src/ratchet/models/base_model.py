@@ -225,9 +225,10 @@ def list_weight_files(path: Path) -> list[str]:
 
     Raises BaseModelError if a shard that the index names is missing, or the index is invalid.
     """
-    if (path / WEIGHTS).exists():  # transformers prefers it to an index too
-        return [WEIGHTS]
-    return list_shards(path / INDEX) if (path / INDEX).exists() else []
+    index = path / INDEX
+    if not index.exists():
+        return [WEIGHTS] if (path / WEIGHTS).exists() else []
+    return list_shards(index)
 
 
 def list_shards(index: Path) -> list[str]:
