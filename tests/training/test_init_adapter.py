@@ -281,8 +281,12 @@ def test_a_run_keeps_the_champion_that_it_began_with(
         project.train_report.write_text(json.dumps(report | {"run_id": restored}), encoding="utf-8")
         assert run_id(project, started("champion")) == restored
         chosen = tiny_sweep.settings(name="champion").model_copy(update={"train": started("champion")})
-        with StudySession.open(project, chosen) as session:  # trials start as a new training would
-            assert build_run_spec(project, session.settings).run_id == second
+        if restored == first:
+            with pytest.raises(SettingsError, match="began with version 1, and version 2 is the champion now"):
+                StudySession.open(project, chosen).__enter__()
+        else:
+            with StudySession.open(project, chosen) as session:
+                assert session.identity["train"]["init_adapter"] == build_run_spec(project, chosen).train.init_adapter
     shutil.rmtree(project.promoted_model("2" * 64))
     assert run_id(project, started("champion")) == second  # a finished run is identified without the weights
     with pytest.raises(DataError, match="the champion, version 2, is not on this machine; copy"):

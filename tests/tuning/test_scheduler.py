@@ -498,7 +498,7 @@ def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) 
 
 
 def test_a_single_failure_is_tried_once_more_by_the_repeated_command(begin: Begin) -> None:
-    search = begin(trials=2, pruner=NEVER, finalists=FinalistSettings(top_k=1))
+    search = begin(trials=2, pruner=NEVER, finalists=FinalistSettings(top_k=1), max_repeated_failures=2)
     end(search, work(search), "complete", [1.0])
     failed(search)
     assert search.next() == "over"
@@ -507,6 +507,7 @@ def test_a_single_failure_is_tried_once_more_by_the_repeated_command(begin: Begi
     assert search.next() == "over"
     _desk(search).resume_after_failures()
     assert search.next() == "over", "it failed twice for the same reason"
+    assert not search.store.notes().get(final_round.STOPPED)
 
 
 def test_failed_trials_do_not_hide_that_no_trial_is_feasible(begin: Begin) -> None:
@@ -563,6 +564,7 @@ def test_a_failed_training_of_the_final_round_decides_nothing_until_it_fails_aga
     assert finals.next() == "over"
     assert "final round failed (storage): No space left" in search.store.notes()[final_round.STOPPED]
     assert "final round failed" in _desk(search).resume_after_failures()
+    assert final_round.FORGIVEN not in search.store.notes(), "failures of the search still count"
     finals = _open_finals(search)
     assert fail() == seed
     assert finals.next() != "over", "the other finalist is scored"

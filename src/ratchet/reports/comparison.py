@@ -1,5 +1,6 @@
 """Finds runs, sweep trials and promoted versions by name, and compares them: settings, scores, significance."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -597,7 +598,7 @@ def compare_subjects(
         comparison_rows([[run.execution for run in side.runs] for side in sides]),
         tuple(test_results),
         incomparable,
-        (*_collect_notes(sides), *_describe_tested_runs(sides, test_results)),
+        (*_collect_notes(sides), *_describe_tested_runs(sides, scored, test_results)),
     )
 
 
@@ -671,17 +672,23 @@ def _describe_promotions(layout: ProjectLayout, run_id: str, names: ComparisonIn
     return descriptions + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
 
 
-def _describe_tested_runs(sides: Sequence[ComparisonSide], results: Sequence[PairwiseTestResult]) -> Iterable[str]:
+def _describe_tested_runs(
+    sides: Sequence[ComparisonSide], scored: Sequence[SubjectScores], results: Sequence[PairwiseTestResult]
+) -> Iterable[str]:
     """Yield notes about tests of single runs. Other seeds may give other results."""
     if results and all(len(side.runs) == 1 for side in sides):
         yield ONE_RUN_NOTE
-    tested = {name for result in results if result.rows == TEST for name in (result.leader, result.other)}
+    by_name, tested = {subject.name: subject for subject in scored}, defaultdict[str, dict[str, None]](dict)
+    for result in results:
+        pair = _comparable_evaluations(by_name[result.leader], by_name[result.other])
+        if result.rows == TEST and pair is not None:
+            for name, evaluation in zip((result.leader, result.other), pair, strict=True):
+                tested[name][evaluation.run_id] = None
     for side in sides:
-        if side.name in tested and len(side.runs) > 1:
-            measured = next(evaluation.run_id for evaluation in side.evaluations if evaluation.samples)
+        if len(side.runs) > 1 and side.name in tested:
             yield (
-                f"{side.name}: the scores on test rows are those of run {measured} alone, because an evaluation scores "
-                "one run. Its other seeds may give another result."
+                f"{side.name}: the scores on test rows are those of run {' and run '.join(tested[side.name])} alone, "
+                "because an evaluation scores one run. Its other seeds may give another result."
             )
 
 

@@ -535,7 +535,6 @@ class MonitorSession:
         time_s = request.time_s or 0.0
         has_text = request.prompt is not None or request.answer is not None
         if not has_text and key not in self._request_ids and left_out in self._request_ids:
-            self._counts["earlier"] += 1
             return
         if has_text and (key is None or key not in self._request_ids):
             self._counts["requests"] += 1

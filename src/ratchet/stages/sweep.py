@@ -153,7 +153,7 @@ def adopt_trial(project: Project, number: int | None = None) -> AdoptedTrial:
     """
     SearchSpace.from_settings(project.settings)
     with StudySession.open(project.layout, project.settings, fork=False, create=False) as session:
-        return adoption.adopt_trial(project.layout, session.settings, session.report(), number)
+        return adoption.adopt_trial(project.layout, project.settings, session.report(), number)
 
 
 def control_trial(
@@ -182,7 +182,7 @@ def control_trial(
     SearchSpace.from_settings(settings)
     with ForkServer() as server, StudySession.open(layout, settings, fork=False, create=False) as session:
         store, actor = session.store, current_actor(layout.root)
-        trials = TrialScheduler(layout, session.settings, store, SweepWorker.current(), server, _do_nothing)
+        trials = TrialScheduler(layout, settings, store, SweepWorker.current(), server, _do_nothing)
         start = None
         if is_warm:
             source = trial_requests.find_newest(store.study, store.trials(), action, number)

@@ -37,6 +37,9 @@ FORGIVEN = "forgiven"
 """Key of the note of a study with a trial number. Failures of trials before this number do not count any more, because
 the user has resumed the sweep."""
 
+FINAL_FAILURE = "a training of the final round failed"
+"""First words of the note STOPPED if not the search failed."""
+
 RETRIED = "retried"
 """Key of the note with the number of trials at the last start of the command at which one had failed. Failed trials
 before this number are tried once more."""
@@ -73,7 +76,8 @@ def diagnose_failures(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 
     `history` has the trials since the sweep was last resumed after failures.
     """
-    failed = [trial for trial in history if trial.state == "failed"]
+    superseded = {trial.continues for trial in history}  # a run that was tried again counts once
+    failed = [trial for trial in history if trial.state == "failed" and trial.number not in superseded]
     for trial in reversed(failed):
         same = [other for other in failed if _failure_signature(other) == _failure_signature(trial)]
         if len(same) >= sweep.max_repeated_failures:

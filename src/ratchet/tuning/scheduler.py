@@ -459,9 +459,8 @@ class FinalRoundScheduler:
         for failed in self._list_failures():
             if failed.number >= first:
                 cause = failed.cause.replace("_", " ") or "unknown"
-                self.search.note(
-                    final_round.STOPPED, f"a training of the final round failed ({cause}): {failed.reason}"
-                )
+                text = f"{final_round.FINAL_FAILURE} ({cause}): {failed.reason}"
+                self.search.note(final_round.STOPPED, text)
                 return True
         return False
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ratchet.config.settings import Settings
-from ratchet.errors import DataError
+from ratchet.errors import DataError, SettingsError
+from ratchet.models import start_adapter
 from ratchet.storage.layout import ProjectLayout
 from ratchet.storage.records.sweep import SweepReport
-from ratchet.training.run_spec import build_run_spec, pin_champion
+from ratchet.training.run_spec import build_run_spec
 from ratchet.tuning import final_round
 from ratchet.tuning import report as reports
 from ratchet.tuning.scheduler import final_study_name
@@ -32,26 +33,26 @@ class StudySession:
     @classmethod
     @contextmanager
     def open(cls, layout: ProjectLayout, settings: Settings, fork: bool = False, create: bool = True) -> Iterator[Self]:
-        """Open the study of these settings. With `train.init_adapter: champion`, trials start from the champion from
-        which `ratchet train` starts now (`pin_champion`).
+        """Open the study of these settings.
 
         `fork` creates a new version of the study if its settings differ from these; `create`, a study if there is none.
 
         Raises:
-            SettingsError: the search space is invalid, the study has other settings and `fork` is not set, or the
-                champion's adapter does not fit.
-            DataError: stage base or prepare has not run; there is no champion on this machine to start from; or the
-                study does not exist and `create` is not set.
+            SettingsError: the search space is invalid; the study has other settings and `fork` is not set; or a new
+                study would start from an earlier champion than `ratchet train`.
+            DataError: stage base or prepare has not run; or the study does not exist and `create` is not set.
             DamagedFileError, LockHeldError, StorageError: see StudyStorage and TrialStore.
         """
         space = SearchSpace.from_settings(settings)
-        settings = pin_champion(layout, settings, records=False)
         spec = build_run_spec(layout, settings)
         identity = compute_identity(settings, spec.data_digest, spec.base_digest, spec.train.init_adapter)
         storage = open_storage(layout, settings.machine.study_storage)
         try:
-            if not create and TrialStore.newest(storage, settings.sweep.name) is None:
+            newest = TrialStore.newest(storage, settings.sweep.name)
+            if newest is None and not create:
                 raise DataError(f"no study {settings.sweep.name} in {storage.where}; run `ratchet sweep` first")
+            if newest is None or fork:
+                _require_current_champion(layout, settings)
             store = TrialStore.open(storage, settings.sweep.name, identity, space, fork)
             yield cls(layout, settings, storage, store, space, identity)
         finally:
@@ -70,13 +71,28 @@ class StudySession:
                     store.note(final_round.RETRIED, len(store.trials()))
         with self.store.locked():
             if reason := str(self.store.notes().get(final_round.STOPPED, "")):
-                self.store.note(final_round.FORGIVEN, len(self.store.trials()))
+                if not reason.startswith(final_round.FINAL_FAILURE):
+                    self.store.note(final_round.FORGIVEN, len(self.store.trials()))
                 self.store.note(final_round.STOPPED, "")
         return reason
 
     def report(self, with_importances: bool = True) -> SweepReport:
         """Return the current report of the study."""
         return reports.build_report(self.store, self.settings, self.space, self.identity, with_importances)
+
+
+def _require_current_champion(layout: ProjectLayout, settings: Settings) -> None:
+    """Raise SettingsError if trials would start from the champion with which stage train began, and another model has
+    been promoted since. A study keeps its champion, so that it can be resumed after a promotion."""
+    if settings.train.init_adapter != start_adapter.CHAMPION:
+        return
+    began, current = start_adapter.find_champion(layout), start_adapter.read_champion_start(layout)
+    if began.digest != current.digest:
+        raise SettingsError(
+            f"{start_adapter.INIT_ADAPTER}: found {start_adapter.CHAMPION}, but stage train began with version "
+            f"{began.version}, and version {current.version} is the champion now; run `ratchet train` first, or set "
+            "the RunId of the model to start from"
+        )
 
 
 class FinalRoundProgress:

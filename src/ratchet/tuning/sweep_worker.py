@@ -85,7 +85,6 @@ def run_sweep_worker(
     check_stop = partial(raise_if_requested, stop)
     with ExitStack() as stack:
         session = retry_storage(lambda: stack.enter_context(StudySession.open(layout, settings)), wait_s, check_stop)
-        settings = session.settings
         search = TrialScheduler(
             layout, settings, session.store, worker, server, check_stop, is_grouped=group is not None,
             device_lock=device_lock,

@@ -18,6 +18,8 @@ from ratchet.storage.files import Entry
 from ratchet.storage.progress import report_progress
 from ratchet.storage.records.base import find_differing_keys
 
+RESTORING = "restoring"
+"""Name of the file in a run directory that exists while a restore has moved the local state aside."""
 SUPERSEDED = "superseded-"
 """Prefix of local checkpoints and journals that were replaced by those of the replica. Only the last replaced set is
 kept."""
@@ -214,6 +216,7 @@ def set_aside(run: RunDirectory) -> set[str]:
     Returns their new names.
     """
     paths, names = run.paths, set[str]()
+    files.write_atomic(paths.root / RESTORING, b"")
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
         names.add(name := f"{SUPERSEDED}{path.name}")
         files.publish_directory(path, path.with_name(name))
@@ -231,6 +234,7 @@ def _put_back(run: RunDirectory, names: Collection[str]) -> None:
         for path in [folder / name for name in names if (folder / name).exists()]:
             files.publish_directory(path, path.with_name(path.name.removeprefix(SUPERSEDED)))
     run.journal.reopen()
+    (run.paths.root / RESTORING).unlink(missing_ok=True)
 
 
 def _list_superseded(paths: RunPaths) -> set[str]:
@@ -249,19 +253,15 @@ def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
     """Restore the state in the replica. The local state is moved aside first.
 
     If the replica has no complete checkpoint but the local state has a valid one, the local state is moved back. It is
-    also moved back if the restore fails. After a kill, the next restore moves it back first, unless there is a valid
-    local checkpoint.
+    also moved back if the restore fails; after a kill, the next restore moves it back first.
     """
-    local_step = find_valid_step(run.paths)
-    if not local_step and (names := _list_superseded(run.paths)):
-        _put_back(run, names)
-        local_step = find_valid_step(run.paths)
-    superseded = set_aside(run)
+    if (run.paths.root / RESTORING).exists():  # a restore was killed
+        _put_back(run, _list_superseded(run.paths))
+    local_step, superseded = find_valid_step(run.paths), set_aside(run)
     try:
         steps = restore_checkpoint(run.paths, source)
     except BaseException:
-        if local_step:
-            _put_back(run, superseded)
+        _put_back(run, superseded)
         raise
     if local_step and not steps:
         _put_back(run, superseded)
@@ -269,6 +269,7 @@ def restore_all(run: RunDirectory, source: RestoreSource) -> RestoreResult:
     origin = restore_journal(run, source.store, source.names)
     if superseded:  # keep only the last set
         remove_superseded(run.paths, superseded)
+    (run.paths.root / RESTORING).unlink()
     return RestoreResult(steps[-1] if steps else None, steps, origin)
 
 
