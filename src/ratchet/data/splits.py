@@ -107,9 +107,10 @@ class SplitAssigner:
                 return f"no field {name!r} (prepare.split.{setting})"
             if isinstance(row.fields[name], (list, Mapping)):
                 return f"field {name!r} (prepare.split.{setting}) holds a {type(row.fields[name]).__name__}"
-            text = format_field_value(row.fields[name])
-            if setting == "group" and text is not None and not text.strip():
-                return f"field {name!r} (prepare.split.group) is empty"
+            if setting == "group":
+                text = format_field_value(row.fields[name])
+                if text is not None and not text.strip():
+                    return f"field {name!r} (prepare.split.group) is empty"
             if setting == "time" and _parse_time(row.fields[name]) is None:
                 value = str(row.fields[name])[:40]
                 return f"field {name!r} (prepare.split.time) is neither a date nor a number: {value!r}"

@@ -51,6 +51,8 @@ PEFT_DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("use_rslora", False),
 }  # fmt: skip
 """Name of the setting and peft's default (LoraConfig), by key of adapter_config.json."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Settings, and keys of adapter_config.json, with values by layer."""
 LAYER_OF_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
 """Name of a tensor in adapter_model.safetensors, with the name of its layer."""
 KIND = "start weights"
@@ -154,7 +156,7 @@ class StartAdapter:
                     f"train.{key}: found {own[key]}, but the weights in {self.path} have {value}; set train.{key}: "
                     f"{value}, or other weights ({INIT_ADAPTER})"
                 )
-        if not self.is_checkpoint:
+        if not self.is_checkpoint and any((document.get(key) or {}) != own[key] for key in PATTERNS):
             self._require_equal_patterns(train, document)
 
     def _require_equal_patterns(self, train: Train, document: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ validation rows in a separate process (`score_runs`), because this module does n
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import IO, Any
@@ -413,12 +413,13 @@ class FinalRoundScheduler:
             searched, history = history, [self._with_own_run(trial) for trial in history]
             grouped = {trial.number for trial, own in zip(searched, history, strict=True) if trial.run_id != own.run_id}
             has_front = len(self.settings.sweep.objectives) > 1  # it has no winner: the user chooses
-            is_stopped = bool(self.search.notes().get(final_round.STOPPED)) or self._stop_after_failure()
+            seed_trials = self.seeds.trials()
+            is_stopped = bool(self.search.notes().get(final_round.STOPPED)) or self._stop_after_failure(seed_trials)
             if has_front or is_stopped or not any(trial.state == "complete" for trial in history):
                 return "over"
             if (trial := self.seeds.take_over(self.worker, self.settings.machine.lease_timeout_s)) is not None:
                 return self._make_task(trial)
-            trainings = self._trainings(history, grouped)
+            trainings = self._trainings(history, grouped, seed_trials)
             step = final_round.plan_next_step(self.settings.sweep, history, trainings, self._scores, grouped)
             if isinstance(step, FinalRound):
                 self.search.note(FINAL_ROUND_NOTE, step.model_dump(mode="json"))
@@ -439,10 +440,11 @@ class FinalRoundScheduler:
                 return self._make_task(self.seeds.trials()[seed_trial])
         return "wait"
 
-    def _list_failures(self) -> list[Trial]:
+    @staticmethod
+    def _list_failures(seed_trials: Iterable[Trial]) -> list[Trial]:
         """Return the failed trainings that the repeated command tries again, the newest of each run."""
         latest, earlier = dict[str | None, Trial](), dict[str | None, Trial | None]()
-        for trial in self.seeds.trials():
+        for trial in seed_trials:
             earlier[trial.run_id], latest[trial.run_id] = latest.get(trial.run_id), trial
         return [
             trial
@@ -450,13 +452,13 @@ class FinalRoundScheduler:
             if trial.state == "failed" and not final_round.is_repeated_failure(trial, earlier[run_id])
         ]
 
-    def _stop_after_failure(self) -> bool:
+    def _stop_after_failure(self, seed_trials: Iterable[Trial]) -> bool:
         """Stop the study if a training has failed since the command was started; return whether.
 
         A full disk or a bug says nothing about the finalist, so the winner is not decided without it.
         """
         first = self.seeds.notes().get(final_round.RETRIED, 0)
-        for failed in self._list_failures():
+        for failed in self._list_failures(seed_trials):
             if failed.number >= first:
                 cause = failed.cause.replace("_", " ") or "unknown"
                 text = f"{final_round.FINAL_FAILURE} ({cause}): {failed.reason}"
@@ -464,10 +466,12 @@ class FinalRoundScheduler:
                 return True
         return False
 
-    def _trainings(self, history: list[Trial], grouped: Collection[int]) -> list[final_round.FinalistTraining]:
+    def _trainings(
+        self, history: list[Trial], grouped: Collection[int], seed_trials: Sequence[Trial]
+    ) -> list[final_round.FinalistTraining]:
         """Return the trainings of the final round that are over, including those that failed and are not retried."""
-        by_run = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
-        for pending in self._list_failures():
+        by_run = {trial.run_id: trial for trial in seed_trials if trial.is_over}
+        for pending in self._list_failures(seed_trials):
             del by_run[pending.run_id]
         trainings = []
         for trial in history:
